@@ -1,0 +1,122 @@
+"""Raw samples of a calibration: one `Sample` is one launch of the burst kernel on one rank.
+
+Lists hold one entry per burst, each the mean over that burst's producers unless the name says otherwise, so that a file stays
+small and every fit can be made again from it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from xstage.errors import XStageError
+
+MODES = ("isolated", "aligned", "free")
+DESTINATIONS = ("peer", "local")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One launch of the burst kernel.
+
+    Attributes:
+        method: store method, `st_global` or `bulk`.
+        mode: `isolated` (aligned bursts, each from an empty path), `aligned` (bursts that start together after a gap),
+            `free` (each producer waits its own gap: phases drift).
+        destination: `peer`, or `local` for the control.
+        fan_out: number of peers that the producers write to.
+        loaded: True when the reverse direction carried the same traffic at the same time.
+        role: `fit` or `held_out`.
+        producers: K. bytes_per_producer: B. gap_ns: the gap asked for.
+        rank: the rank that measured.
+        issue_ns: sender-visible issue time T_iss. For `bulk` until the source may be reused.
+        issue_max_ns: the slowest producer's.
+        post_ns: `bulk` only: time until the copies were handed over (before the source is free).
+        visible_ns: until a system fence returned (isolated bursts only).
+        gap_seen_ns: the gap that really passed before each burst.
+        skew_ns: last start minus first start among the producers of a burst.
+        window_ns: length of the window in which every producer was active; window_bytes: what was issued in it.
+        window_bursts: bursts per producer in that window (mean).
+        sm_clock_ghz: clock64 ticks per nanosecond of %globaltimer.
+    """
+
+    method: str
+    mode: str
+    destination: str
+    producers: int
+    bytes_per_producer: int
+    gap_ns: float
+    rank: int
+    fan_out: int = 1
+    loaded: bool = False
+    role: str = "fit"
+    issue_ns: list[float] = field(default_factory=list)
+    issue_max_ns: list[float] = field(default_factory=list)
+    post_ns: list[float] = field(default_factory=list)
+    visible_ns: list[float] = field(default_factory=list)
+    gap_seen_ns: list[float] = field(default_factory=list)
+    skew_ns: list[float] = field(default_factory=list)
+    window_ns: float = 0.0
+    window_bytes: float = 0.0
+    window_bursts: float = 0.0
+    sm_clock_ghz: float = 0.0
+
+    @property
+    def burst_bytes(self) -> int:
+        """V = K·B."""
+        return self.producers * self.bytes_per_producer
+
+    @property
+    def rate(self) -> float:
+        """Bytes per nanosecond (GB/s) over the window in which every producer was active."""
+        return self.window_bytes / self.window_ns if self.window_ns > 0 else 0.0
+
+    @property
+    def period_ns(self) -> float:
+        """Mean burst start-to-start time in that window."""
+        return self.window_ns / self.window_bursts if self.window_bursts > 0 else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {k: (_round(v)) for k, v in asdict(self).items()}
+
+    @staticmethod
+    def from_json(entry: Any, where: str = "samples") -> Sample:
+        if not isinstance(entry, dict):
+            raise XStageError(f"{where}: expected an object, got {type(entry).__name__}")
+        known = {f.name for f in fields(Sample)}
+        unknown = sorted(set(entry) - known)
+        if unknown:
+            raise XStageError(f"{where}: unknown field {unknown[0]!r}")
+        try:
+            return Sample(**entry)
+        except TypeError as error:
+            raise XStageError(f"{where}: {error}") from None
+
+
+def select(samples: Iterable[Sample], **wanted: object) -> list[Sample]:
+    """The samples whose attributes equal all of `wanted`."""
+    return [s for s in samples if all(getattr(s, name) == value for name, value in wanted.items())]
+
+
+def append(path: Path, samples: Sequence[Sample]) -> None:
+    """Add samples to a JSON-lines file at once, so that a run that dies keeps what it took."""
+    with path.open("a", encoding="utf-8") as out:
+        for sample in samples:
+            out.write(json.dumps(sample.to_json(), separators=(",", ":")) + "\n")
+
+
+def read(path: Path) -> Iterator[Sample]:
+    """Samples of a JSON-lines file written by `append`."""
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        yield Sample.from_json(json.loads(line), f"{path}:{number}")
+
+
+def _round(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 4)
+    if isinstance(value, list):
+        return [round(v, 2) for v in value]
+    return value
