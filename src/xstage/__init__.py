@@ -11,7 +11,8 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "KiB": "platform", "MiB": "platform", "Platform": "platform", "StoreMethod": "platform", "load_platform": "platform", "gallery": "platform",
+    "KiB": "platform", "MiB": "platform", "Platform": "platform", "StoreMethod": "platform", "load_platform": "platform",
+    "gallery": "platform",
     "Burst": "burst_gap", "Trajectory": "burst_gap", "issue_ns": "burst_gap", "isolated_issue_ns": "burst_gap", "period_ns": "burst_gap",
     "stall_ns": "burst_gap", "recovery_gap_ns": "burst_gap", "peak_outstanding_bytes": "burst_gap", "saturating_producers": "burst_gap",
     "bursts_to_saturation": "burst_gap", "completion_coupled_period_ns": "burst_gap", "recurrence": "burst_gap",

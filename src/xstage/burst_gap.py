@@ -78,7 +78,7 @@ def isolated_issue_ns(burst: Burst, platform: Platform, method: str = "st_global
 
 def period_ns(burst: Burst, platform: Platform, method: str = "st_global") -> Array:
     """Steady burst start-to-start time T_period = T_iss + G in ns; section 3.2."""
-    return issue_ns(burst, platform, method) + np.asarray(burst.gap_ns, float)
+    return np.asarray(issue_ns(burst, platform, method) + np.asarray(burst.gap_ns, float))
 
 
 def stall_ns(burst: Burst, platform: Platform, method: str = "st_global") -> Array:
@@ -121,7 +121,7 @@ def bursts_to_saturation(burst: Burst, platform: Platform, method: str = "st_glo
 def completion_coupled_period_ns(burst: Burst, platform: Platform, method: str = "st_global") -> Array:
     """The counterfactual in which the issuer waits for remote completion: T_period^cc = G + V/R in ns; section 3.4."""
     _, rate, _, volume, gap = _terms(burst, platform, method)
-    return gap + volume / rate
+    return np.asarray(gap + volume / rate)
 
 
 @dataclass(frozen=True)
