@@ -60,14 +60,16 @@ class Burst:
         return np.asarray(np.asarray(self.producers, float) * np.asarray(self.bytes_per_producer, float))
 
 
-def issue_ns(burst: Burst, platform: Platform, method: str = "st_global") -> Array:
+def issue_ns(burst: Burst, platform: Platform, method: str = "st_global", *, aligned: bool = True) -> Array:
     """Steady sender-visible issue time T_iss = max(T_iss⁰, V/R − G, (V − Q)/R) in ns.
 
     Section 3.2 (Burst–Gap relation) with the capacity term of equation (6). For `bulk` it is the time until the source may be
-    reused.
+    reused. With `aligned=False` the capacity term is left out: producers whose phases have drifted apart never present a whole
+    burst at once.
     """
     t0, rate, capacity, volume, gap = _terms(burst, platform, method)
-    return np.asarray(np.maximum.reduce([t0, volume / rate - gap, (volume - capacity) / rate]))
+    terms = [t0, volume / rate - gap] + ([(volume - capacity) / rate] if aligned else [])
+    return np.asarray(np.maximum.reduce(terms))
 
 
 def isolated_issue_ns(burst: Burst, platform: Platform, method: str = "st_global") -> Array:
