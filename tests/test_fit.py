@@ -88,6 +88,7 @@ def test_all_gates_pass_on_a_machine_that_follows_the_model(samples: list[Sample
         ("splits", lambda s: replace(s, window_bytes=s.window_bytes * (1.2 if s.producers == 66 else 1))),
         ("ranks", lambda s: replace(s, window_bytes=s.window_bytes * (1 + 0.05 * s.rank))),
         ("plateau", lambda s: replace(s, issue_ns=[v + s.gap_ns / 50 for v in s.issue_ns]) if s.destination == "peer" else s),
+        ("remote and local floor", lambda s: replace(s, issue_ns=[v + 150 for v in s.issue_ns]) if s.destination == "peer" else s),
         ("estimates of Q", lambda s: replace(s, visible_ns=[v * 2 for v in s.visible_ns])),
         ("local control", lambda s: replace(s, issue_ns=[v + s.gap_ns / 20 for v in s.issue_ns]) if s.destination == "local" else s),
         ("held-out period, median", lambda s: replace(s, window_bursts=s.window_bursts * 1.1) if s.role == "held_out" else s),

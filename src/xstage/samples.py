@@ -35,7 +35,8 @@ class Sample:
         issue_ns: sender-visible issue time T_iss. For `bulk` until the source may be reused.
         issue_max_ns: the slowest producer's.
         post_ns: `bulk` only: time until the copies were handed over (before the source is free).
-        visible_ns: until a system fence returned (isolated bursts only).
+        left_ns: `st_global`, isolated bursts only: time until the stores had left registers and the SM's load/store queue.
+        visible_ns: until the slowest producer's system fence returned (isolated bursts only).
         gap_seen_ns: the gap that really passed before each burst.
         skew_ns: last start minus first start among the producers of a burst.
         window_ns: length of the window in which every producer was active; window_bytes: what was issued in it.
@@ -56,6 +57,7 @@ class Sample:
     issue_ns: list[float] = field(default_factory=list)
     issue_max_ns: list[float] = field(default_factory=list)
     post_ns: list[float] = field(default_factory=list)
+    left_ns: list[float] = field(default_factory=list)
     visible_ns: list[float] = field(default_factory=list)
     gap_seen_ns: list[float] = field(default_factory=list)
     skew_ns: list[float] = field(default_factory=list)

@@ -1,8 +1,10 @@
 """The burst kernel: K producers store B bytes each to a peer (or to local memory), wait a gap, and do it again.
 
 One CTA is one producer. It writes down, for each burst, when it started (%globaltimer) and how many clock ticks passed until the
-stores were posted, until the sender may go on (`st_global`: the same; `bulk`: the source is free), and until a system fence
-returned. Three modes share every line but the wait between bursts:
+stores were posted, until their source is free (`bulk`: the shared memory may be overwritten; `st_global`: the stores have left
+registers and the load/store queue, seen in isolated bursts only), and until a system fence returned. A burst's record is
+written behind the start of the next one, so that it never stands between a burst and its gap. Three modes share every line but
+the wait between bursts:
 
 - aligned: all producers meet, one of them names a start time `gap` later, all spin on %globaltimer until then. Without this,
   slow producers fall behind, the bursts spread out, and the capacity of the path cannot be seen.
@@ -34,12 +36,14 @@ from xstage.device.stores import (
     bulk_wait_source_free,
     burst_of_16,
     burst_of_bulk,
+    wait_stores_left,
 )
 
 THREADS = 512
 TILE_BYTES = 32 * 1024  # shared-memory source of the bulk copies: one output tile
 CHUNK_BYTES = 8 * 1024  # bytes of one bulk copy
-RECORD_FIELDS = 4  # start (ns), posted, sender may go on, fence returned (ticks since start)
+ROWS = 16  # rows of 16 bytes per thread stored without touching a register: 128 KiB
+RECORD_FIELDS = 4  # start (ns), posted, source free, fence returned (ticks since start)
 CLOCK_FIELDS = 4  # globaltimer and clock64 at the first burst, and after the last
 _EXCLUSIVE_BYTES = 120 * 1024  # more than half of an SM's shared memory: one producer per SM
 
@@ -114,6 +118,7 @@ class BurstKernel:
         arrived, started = arrivals.iterator.toint(), starts.iterator.toint()
         give_up = now_ns() + limit_ns
         free_end = now_ns()
+        start, tick, posted, free, done = free_end, free_end, free_end, free_end, free_end
 
         for burst in cutlass.range(bursts, unroll=1):
             base = ring + (Int64(burst % slots) * producers + producer) * Int64(size)
@@ -129,13 +134,16 @@ class BurstKernel:
                 else:
                     spin_until_ns(free_end + Int64(gap_ns))
             cute.arch.sync_threads()
-            start = now_ns()
-            tick = ticks()
-            if burst == 0 and thread == 0:
-                clocks[(producer, 0)] = start
-                clocks[(producer, 1)] = tick
-            posted, onward = self._issue(base, size, thread, shared, burst * producers + producer, tick)
-            done = onward
+            begin, mark = now_ns(), ticks()
+            if thread == 0:
+                if burst == 0:
+                    clocks[(producer, 0)] = begin
+                    clocks[(producer, 1)] = mark
+                else:
+                    self._write(records, burst - 1, producer, start, tick, posted, free, done)
+            start, tick = begin, mark
+            posted, free = self._issue(base, size, thread, shared, burst * producers + producer, fence, status)
+            done = free
             if fence != 0:
                 if cutlass.const_expr(self.method == "bulk"):
                     if thread == 0:
@@ -144,13 +152,9 @@ class BurstKernel:
                 fence_sys()
                 cute.arch.sync_threads()
                 done = ticks()
-            if thread == 0:
-                records[(burst, producer, 0)] = start
-                records[(burst, producer, 1)] = posted - tick
-                records[(burst, producer, 2)] = onward - tick
-                records[(burst, producer, 3)] = done - tick
-                free_end = now_ns()
+            free_end = now_ns()
         if thread == 0:
+            self._write(records, bursts - 1, producer, start, tick, posted, free, done)
             clocks[(producer, 2)] = now_ns()
             clocks[(producer, 3)] = ticks()
             if cutlass.const_expr(self.method == "bulk"):
@@ -158,23 +162,35 @@ class BurstKernel:
         fence_sys()
 
     @cute.jit
-    def _issue(self, base: Int64, size: Int32, thread: Int32, shared: Int32, tag: Int32, tick: Int64):
-        """Issue one burst; returns ticks when it was posted and when the sender may go on."""
-        posted = tick
+    def _write(self, records: cute.Tensor, burst: Int32, producer: Int32, start, tick, posted, free, done):
+        records[(burst, producer, 0)] = start
+        records[(burst, producer, 1)] = posted - tick
+        records[(burst, producer, 2)] = free - tick
+        records[(burst, producer, 3)] = done - tick
+
+    @cute.jit
+    def _issue(self, base: Int64, size: Int32, thread: Int32, shared: Int32, tag: Int32, fence: Int32, status: cute.Tensor):
+        """Issue one burst; returns ticks when it was posted and when its source is free."""
         if cutlass.const_expr(self.method == "bulk"):
+            posted = Int64(0)
             if thread == 0:
                 burst_of_bulk(base, size, shared, TILE_BYTES, CHUNK_BYTES)
                 bulk_commit()
                 posted = ticks()
                 bulk_wait_source_free()
             cute.arch.sync_threads()
-            onward = ticks()
+            free = ticks()
         else:
-            burst_of_16(base, size, thread, THREADS, tag)
+            burst_of_16(base, size, thread, THREADS, ROWS, tag)
             cute.arch.sync_threads()
-            onward = ticks()
-            posted = onward
-        return posted, onward
+            posted = ticks()
+            free = posted
+            if fence != 0:
+                if wait_stores_left(shared) == -1:  # never: the tile holds no such word; the test makes the load be waited for
+                    status[0] = Int32(2)
+                cute.arch.sync_threads()
+                free = ticks()
+        return posted, free
 
 
 @cute.jit

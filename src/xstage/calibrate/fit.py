@@ -1,9 +1,10 @@
 """From samples to a platform: drain rate, issue floor, capacity, their residuals, and the gates that say whether to believe them.
 
-- R(K): bytes over time of zero-gap bursts, in the window in which every producer was active; median over burst sizes and repeats.
-- T_iss⁰(K, B) and Q(K): isolated bursts follow max(floor(B), (K·B − Q)/R) with R already known. The longest tail of points
-  that follows the drain line is drain, Q its median V − R·T; the points before are the floor, which goes on beyond the knee
-  with its last slope. A K whose points never reach the line gets no Q (the tables interpolate).
+- R(K): bytes over time of zero-gap bursts, in the window in which every producer was active.
+- T_iss⁰(K, B): isolated bursts, where they are not held up. Beyond the knee the floor of a remote burst cannot be seen; there the
+  local control stands in, which a gate holds against the remote floor below the knee.
+- Q(K): with R and the floor known, bursts that are clearly held up follow (V − Q)/R; Q is the median of V − R·T over them. The
+  knee is where floor and drain line cross. A K that is never held up gets no Q (the tables interpolate).
 - Q again, independently: bytes under way when issue ended = R × (time the fence still took, less the fence of an empty path).
 - Held-out points, never used above, are predicted and compared.
 """
@@ -25,6 +26,7 @@ from xstage.samples import Sample, select
 LINEAR_LIMIT = 0.05
 SPLIT_LIMIT = 0.06
 PLATEAU_LIMIT = 0.10
+FLOOR_LIMIT = 0.10
 CAPACITY_FACTOR = 1.35
 LOCAL_LIMIT = 0.20
 RANK_LIMIT = 0.02
@@ -32,7 +34,6 @@ PERIOD_MEDIAN_LIMIT = 0.03
 PERIOD_P95_LIMIT = 0.10
 ISSUE_LIMIT = 0.10
 ISSUE_LIMIT_NS = 200.0
-DRAIN_TOLERANCE = 0.08
 FLOOR_NOISE_NS = 50.0  # differences of issue time below this are not evidence of anything
 
 
@@ -61,27 +62,33 @@ def fit_method(samples: Iterable[Sample], name: str) -> StoreMethod:
     Raises:
         CalibrationFailed: the samples that a table needs are missing.
     """
+    samples = list(samples)
     mine = select(samples, method=name, destination="peer", role="fit", loaded=False, fan_out=1)
     rates = drain_rates(mine)
     isolated = _by_point(s for s in mine if s.mode == "isolated")
-    if not rates or not isolated:
-        raise CalibrationFailed(f"samples: {name} has {len(rates)} drain rates and {len(isolated)} isolated points, both are needed")
-    all_bytes = sorted({b for _, b in isolated})
-    floors: dict[int, list[float]] = {}
+    control = _by_point(select(samples, method=name, mode="isolated", destination="local", role="fit"))
+    if not rates or not isolated or not control:
+        raise CalibrationFailed(
+            f"samples: {name} has {len(rates)} drain rates, {len(isolated)} isolated points and {len(control)} local ones, all are needed"
+        )
+    sizes = sorted({b for _, b in isolated})
+    floors: dict[int, NDArray[np.float64]] = {}
     capacity: dict[int, tuple[float, float, float, float]] = {}
-    for k in sorted({k for k, _ in isolated}):
-        sizes = [b for b in all_bytes if (k, b) in isolated]
-        if k not in rates or len(sizes) < 3:
+    size = np.array(sizes, float)
+    for k in sorted(rates):
+        if any((k, b) not in isolated or (k, b) not in control for b in sizes):
             continue
         issue = np.array([median_of(isolated[k, b], "issue_ns") for b in sizes])
-        size = np.array(sizes, float)
-        knee = _split(k * size, issue, rates[k])
-        floors[k] = [float(v) for v in _floor(np.array(all_bytes, float), size[:knee], issue[:knee])]
-        if knee < len(sizes):
-            drain = slice(knee, None)
-            q = float(np.median(k * size[drain] - rates[k] * issue[drain]))
-            fence = [_fence_capacity(isolated[k, b], rates[k], _latency(isolated, k, sizes[:knee], rates[k])) for b in sizes[drain]]
-            capacity[k] = (q, float(np.median(fence)), float(size[knee - 1]), float(size[knee]))
+        local = np.array([median_of(control[k, b], "issue_ns") for b in sizes])
+        floors[k] = np.minimum(issue, local)
+        held_up = issue > floors[k] + np.maximum(0.5 * floors[k], 4 * FLOOR_NOISE_NS)
+        if held_up.sum() >= 2:
+            free = size <= size[held_up].min() / 2
+            latency = _latency(isolated, k, size[free], rates[k])
+            q = float(np.median((k * size - rates[k] * issue)[held_up]))
+            fence = float(np.median([_fence_capacity(isolated[k, int(b)], rates[k], latency) for b in size[held_up]]))
+            crossed = int(np.argmax((k * size - q) / rates[k] > floors[k]))
+            capacity[k] = (q, fence, float(size[max(crossed - 1, 0)]), float(size[crossed]))
     if not capacity:
         raise CalibrationFailed(f"samples: {name} shows no knee at any producer count, larger bursts are needed")
     ks, caps = sorted(rates), sorted(capacity)
@@ -93,9 +100,9 @@ def fit_method(samples: Iterable[Sample], name: str) -> StoreMethod:
         capacity_producers=tuple(float(k) for k in caps),
         capacity=tuple(capacity[k][0] for k in caps),
         floor_producers=tuple(float(k) for k in sorted(floors)),
-        floor_bytes=tuple(float(b) for b in all_bytes),
-        floor=tuple(tuple(floors[k]) for k in sorted(floors)),
-        latency_ns=max(0.0, _latency(isolated, top, [b for b in all_bytes if b <= capacity[caps[-1]][2]], rates[top])),
+        floor_bytes=tuple(size),
+        floor=tuple(tuple(float(v) for v in floors[k]) for k in sorted(floors)),
+        latency_ns=max(0.0, _latency(isolated, top, size[size <= capacity[caps[-1]][2] / 2], rates[top])),
         capacity_by_fence=tuple(capacity[k][1] for k in caps),
         knee_low=tuple(capacity[k][2] for k in caps),
         knee_high=tuple(capacity[k][3] for k in caps),
@@ -103,12 +110,19 @@ def fit_method(samples: Iterable[Sample], name: str) -> StoreMethod:
 
 
 def drain_rates(samples: Iterable[Sample]) -> dict[int, float]:
-    """R(K) in bytes/ns from zero-gap samples: for each K the median over burst sizes and repeats."""
-    by_k: dict[int, list[float]] = {}
+    """R(K) in bytes/ns from zero-gap samples: for each K the median over the burst sizes that reach the best rate within 3%.
+
+    Small bursts of few producers are limited by their own issue, not by the drain; they fall out.
+    """
+    by_k: dict[int, dict[int, list[float]]] = {}
     for s in samples:
         if s.mode == "free" and s.gap_ns == 0 and s.rate > 0:
-            by_k.setdefault(s.producers, []).append(s.rate)
-    return {k: float(np.median(v)) for k, v in by_k.items()}
+            by_k.setdefault(s.producers, {}).setdefault(s.bytes_per_producer, []).append(s.rate)
+    out = {}
+    for k, sizes in by_k.items():
+        rates = np.array([np.median(v) for v in sizes.values()])
+        out[k] = float(np.median(rates[rates >= 0.97 * rates.max()]))
+    return out
 
 
 def median_of(samples: Sequence[Sample], field: str) -> float:
@@ -147,6 +161,7 @@ def gates(samples: Sequence[Sample], platform: Platform, arrived: bool) -> tuple
             _split_gate(name, mine, platform),
             _rank_gate(name, mine, platform),
             _plateau_gate(name, mine, platform),
+            _floor_gate(name, mine, platform),
             _capacity_gate(name, platform),
             _local_gate(name, mine),
             *_held_out_gates(name, held_out(mine, platform)),
@@ -212,6 +227,21 @@ def _plateau_gate(name: str, samples: Sequence[Sample], platform: Platform) -> G
     return Gate(f"{name}: plateau is flat in the gap", worst, PLATEAU_LIMIT, f"change beyond {FLOOR_NOISE_NS:.0f} ns", detail)
 
 
+def _floor_gate(name: str, samples: Sequence[Sample], platform: Platform) -> Gate:
+    """Below the knee the local control issues as fast as the remote burst, so that it may stand in beyond."""
+    m = platform.methods[name]
+    worst, detail = 0.0, ""
+    for k, knee in zip(m.capacity_producers, m.knee_low, strict=True):
+        isolated = [s for s in samples if (s.mode, s.producers, s.loaded, s.role) == ("isolated", k, False, "fit")]
+        for b in sorted({s.bytes_per_producer for s in isolated if s.bytes_per_producer <= knee / 2}):
+            here = [s for s in isolated if s.bytes_per_producer == b]
+            peer, local = (median_of([s for s in here if s.destination == d], "issue_ns") for d in ("peer", "local"))
+            change = max(0.0, abs(peer - local) - FLOOR_NOISE_NS) / local
+            if change >= worst:
+                worst, detail = change, f"K = {k:.0f}, B = {b // 1024} KiB: {peer:.0f} against {local:.0f} ns"
+    return Gate(f"{name}: remote and local floor agree", worst, FLOOR_LIMIT, f"difference beyond {FLOOR_NOISE_NS:.0f} ns", detail)
+
+
 def _capacity_gate(name: str, platform: Platform) -> Gate:
     """The knee and the fence see the same Q."""
     m = platform.methods[name]
@@ -270,31 +300,9 @@ def _by_point(samples: Iterable[Sample]) -> dict[tuple[int, int], list[Sample]]:
     return out
 
 
-def _floor(at: NDArray[np.float64], size: NDArray[np.float64], issue: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The measured floor at sizes `at`, going on beyond the last floor point with the slope of its last two."""
-    rising = np.maximum.accumulate(issue)
-    out = np.interp(at, size, rising)
-    slope = max(0.0, float((rising[-1] - rising[-2]) / (size[-1] - size[-2]))) if len(size) > 1 else float(rising[0] / size[0])
-    return np.asarray(out + slope * np.maximum(at - size[-1], 0.0))
-
-
-def _split(volume: NDArray[np.float64], issue: NDArray[np.float64], rate: float) -> int:
-    """How many of the leading points are floor: the longest tail of at least 3 points that follows (V − Q)/R is drain.
-
-    With R known the tail has one free number, Q, so that a tail which follows the line within `DRAIN_TOLERANCE` says a lot.
-    Returns the number of points when there is no such tail.
-    """
-    for knee in range(2, len(volume) - 2):
-        capacity = float(np.median(volume[knee:] - rate * issue[knee:]))
-        line = (volume[knee:] - capacity) / rate
-        if capacity > 0 and np.all(np.abs(line - issue[knee:]) <= np.maximum(DRAIN_TOLERANCE * issue[knee:], 2 * FLOOR_NOISE_NS)):
-            return knee
-    return len(volume)
-
-
-def _latency(isolated: dict[tuple[int, int], list[Sample]], producers: int, sizes: Sequence[int], rate: float) -> float:
+def _latency(isolated: dict[tuple[int, int], list[Sample]], producers: int, sizes: Iterable[float], rate: float) -> float:
     """Time of a fence of an empty path: what remains of the visible time of unhindered bursts after V/R."""
-    left = [median_of(isolated[producers, b], "visible_ns") - producers * b / rate for b in sizes if (producers, b) in isolated]
+    left = [median_of(isolated[producers, int(b)], "visible_ns") - producers * b / rate for b in sizes]
     return float(np.median(left)) if left else 0.0
 
 

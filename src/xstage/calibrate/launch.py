@@ -24,20 +24,22 @@ def reduce_records(records: NDArray[np.int64], clocks: NDArray[np.int64], point:
     """One launch as a `Sample`.
 
     Args:
-        records: (bursts, K, 4) start ns, then ticks until posted, onward, fence returned. clocks: (K, 4), see `burst_kernel`.
+        records: (bursts, K, 4) start ns, then ticks until posted, source free, fence returned. clocks: (K, 4), see `burst_kernel`.
     """
     start = records[:, :, 0].astype(float)
     start -= start.min()
     ghz = float(np.median((clocks[:, 3] - clocks[:, 1]) / (clocks[:, 2] - clocks[:, 0])))
-    posted, onward, fenced = (records[:, :, i] / ghz for i in (1, 2, 3))
-    bursts = len(start)
-    skip = 2 if point.mode == "isolated" else bursts // 4
-    gap_seen = start[1:] - (start[:-1] + onward[:-1])
-    # Free-running producers drift apart and finish at different times: count only while all of them are active.
-    opens, closes = float(start[skip].max()), float(start[-1].min())
-    inside = (start >= opens) & (start < closes)
-    window = max(closes - opens, 0.0)
-    isolated = point.mode == "isolated"
+    posted, free, fenced = (records[:, :, i] / ghz for i in (1, 2, 3))
+    # The sender may go on when its stores are issued; with bulk copies, when their source may be written again.
+    onward = free if point.method == "bulk" else posted
+    bursts, isolated = len(start), point.mode == "isolated"
+    skip = 2 if isolated else bursts // 4
+    gap_seen = start[1:] - (start[:-1] + (fenced if isolated else onward)[:-1])
+    # Producers do not get equal shares and finish at different times: count only while all of them are active.
+    closes = float(start[-1].min())
+    opens = closes / 5
+    progress = [np.interp((opens, closes), start[:, c], np.arange(bursts)) for c in range(start.shape[1])]
+    done = float(sum(after - before for before, after in progress))
     return Sample(
         method=point.method, mode=point.mode, destination=point.destination, producers=point.producers,
         bytes_per_producer=point.bytes_per_producer, gap_ns=float(point.gap_ns), rank=rank, fan_out=point.fan_out,
@@ -45,11 +47,12 @@ def reduce_records(records: NDArray[np.int64], clocks: NDArray[np.int64], point:
         issue_ns=_thin(onward[skip:].mean(1)),
         issue_max_ns=_thin(onward[skip:].max(1)),
         post_ns=_thin(posted[skip:].mean(1)) if point.method == "bulk" else [],
+        left_ns=_thin(free[skip:].mean(1)) if point.method == "st_global" and isolated else [],
         visible_ns=_thin(fenced[skip:].max(1)) if isolated else [],
         gap_seen_ns=_thin(gap_seen[skip - 1 :].mean(1)),
         skew_ns=_thin(start[skip:].max(1) - start[skip:].min(1)),
-        window_ns=window, window_bytes=float(inside.sum()) * point.bytes_per_producer if window else 0.0,
-        window_bursts=float(inside.sum(0).mean()) if window else 0.0, sm_clock_ghz=ghz,
+        window_ns=closes - opens, window_bytes=done * point.bytes_per_producer, window_bursts=done / start.shape[1],
+        sm_clock_ghz=ghz,
     )  # fmt: skip
 
 
@@ -161,18 +164,17 @@ def expected_words(method: str, bursts: int, producers: int, size: int) -> Any:
     """int32 (bursts, producers, size/4): what the burst kernel writes; a torch tensor on the CPU."""
     import torch
 
-    from xstage.calibrate.burst_kernel import TILE_BYTES
+    from xstage.calibrate.burst_kernel import THREADS, TILE_BYTES
 
     burst = torch.arange(bursts, dtype=torch.int32).view(-1, 1, 1)
     producer = torch.arange(producers, dtype=torch.int32).view(1, -1, 1)
     word = torch.arange(size // 4, dtype=torch.int32).view(1, 1, -1)
     if method == "bulk":
         return ((word % (TILE_BYTES // 4)) ^ (producer << 16)).expand(bursts, producers, size // 4).contiguous()
-    offset = (word // 4) * 16
-    tag = burst * producers + producer
     lane = (word % 4).expand(bursts, producers, size // 4)
-    parts = [offset.expand_as(lane), tag.expand_as(lane), (offset ^ tag).expand_as(lane), (~offset).expand_as(lane)]
-    out = parts[0].clone()
-    for i in (1, 2, 3):
-        out[lane == i] = parts[i][lane == i]
+    row_start = (word // 4) * 16 % (16 * THREADS)
+    tag = burst * producers + producer
+    out = row_start.expand_as(lane).clone()
+    for i, value in ((1, tag), (2, row_start ^ tag), (3, ~tag)):
+        out[lane == i] = value.expand_as(lane)[lane == i]
     return out

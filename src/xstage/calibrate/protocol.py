@@ -57,7 +57,7 @@ def _points(sms: int, method: str, peers: int) -> list[Point]:
     ]
     splits = [Point(method, "free", k, b * KiB, 0, _bursts(k * b * KiB)) for k in grid for b in SPLIT_KIB]
     sweep = [Point(method, "free", sms, b * KiB, g, _bursts(sms * b * KiB, g)) for b in SWEEP_KIB for g in SWEEP_GAPS_NS if g]
-    local = [replace(p, destination="local") for p in (*isolated, *sweep) if p.producers == sms]
+    local = [replace(p, destination="local") for p in (*isolated, *sweep)]
     local += [replace(p, destination="local") for p in splits if p.producers == sms and p.bytes_per_producer // KiB in SWEEP_KIB]
     off_grid = (round(0.375 * sms), round(0.75 * sms), sms)
     held_out = [
