@@ -69,7 +69,7 @@ def test_rate_floor_and_capacity_come_back(platform: Platform) -> None:
 
 def test_held_out_points_were_not_fitted_and_are_predicted(samples: list[Sample], platform: Platform) -> None:
     fitted = {(s.producers, s.bytes_per_producer, s.gap_ns, s.mode) for s in samples if s.role == "fit"}
-    points_held = held_out(samples, platform)
+    points_held = held_out(samples, platform, "st_global")
     assert {p.sample.mode for p in points_held} == {"free", "aligned", "isolated"}
     assert not fitted & {(p.sample.producers, p.sample.bytes_per_producer, p.sample.gap_ns, p.sample.mode) for p in points_held}
     assert np.median([p.period_error for p in points_held]) < 0.02

@@ -26,6 +26,7 @@ from xstage.samples import Sample
 SCHEMA = 1
 KiB, MiB = 1024, 1024**2
 METHODS = ("st_global", "bulk")
+TABLES = (*METHODS, "st_global_source_free")
 _HIGHEST_RATE = 100_000.0  # bytes/ns; a rate given in bytes/s is far above
 
 
@@ -34,7 +35,10 @@ class StoreMethod:
     """The X-Stage of one store method. Tables are sorted by producers K and by bytes per producer B.
 
     Attributes:
-        name: `st_global` (16-byte stores by all threads) or `bulk` (bulk copies from shared memory by one thread).
+        name: which sender-visible time the tables hold. `st_global`: 16-byte stores by all threads, until they are issued.
+            `st_global_source_free`: the same stores, until they have left registers and the SM's load/store queue, so that
+            other memory instructions of that SM get through. `bulk`: bulk copies from shared memory by one thread, until the
+            shared memory may be written again.
         rate_producers, rate: R(K) in bytes/ns.
         capacity_producers, capacity: Q(K) in bytes, from the knee of isolated bursts.
         capacity_by_fence: Q(K) in bytes from the drain time seen by a fence, NaN where not measured.
@@ -222,8 +226,8 @@ def _parse(content: str, where: str) -> Platform:
     if not methods:
         raise XStageError(f"{where}: methods is empty")
     for name in methods:
-        if name not in METHODS:
-            raise XStageError(f"{where}: methods.{name} is unknown, known are {', '.join(METHODS)}")
+        if name not in TABLES:
+            raise XStageError(f"{where}: methods.{name} is unknown, known are {', '.join(TABLES)}")
     origin = _get(data, "origin", str, where)
     if origin not in ("measured", "published"):
         raise XStageError(f"{where}: origin is {origin!r}, must be 'measured' or 'published'")

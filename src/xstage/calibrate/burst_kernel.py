@@ -36,13 +36,12 @@ from xstage.device.stores import (
     bulk_wait_source_free,
     burst_of_16,
     burst_of_bulk,
-    wait_stores_left,
+    load_shared,
 )
 
 THREADS = 512
 TILE_BYTES = 32 * 1024  # shared-memory source of the bulk copies: one output tile
 CHUNK_BYTES = 8 * 1024  # bytes of one bulk copy
-ROWS = 16  # rows of 16 bytes per thread stored without touching a register: 128 KiB
 RECORD_FIELDS = 4  # start (ns), posted, source free, fence returned (ticks since start)
 CLOCK_FIELDS = 4  # globaltimer and clock64 at the first burst, and after the last
 _EXCLUSIVE_BYTES = 120 * 1024  # more than half of an SM's shared memory: one producer per SM
@@ -110,18 +109,26 @@ class BurstKernel:
         tile = utils.SmemAllocator().allocate(Shared).tile.data_ptr()
         words = cute.make_tensor(tile, cute.make_layout(TILE_BYTES // 4))
         for i in cutlass.range(thread, TILE_BYTES // 4, THREADS, unroll=4):
-            words[i] = bulk_word(i, producer)
+            words[i] = i ^ (producer << 16)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
         shared = Int32(tile.toint())
+        row = (
+            load_shared(shared + thread * 16),
+            load_shared(shared + thread * 16 + 4),
+            load_shared(shared + thread * 16 + 8),
+            load_shared(shared + thread * 16 + 12),
+        )
         ring = destinations[producer % destinations.shape[0]]
         arrived, started = arrivals.iterator.toint(), starts.iterator.toint()
         give_up = now_ns() + limit_ns
         free_end = now_ns()
         start, tick, posted, free, done = free_end, free_end, free_end, free_end, free_end
 
+        slot = Int32(0)
         for burst in cutlass.range(bursts, unroll=1):
-            base = ring + (Int64(burst % slots) * producers + producer) * Int64(size)
+            base = ring + (Int64(slot) * producers + producer) * Int64(size)
+            slot = slot + 1 if slot + 1 < slots else Int32(0)
             if thread == 0:
                 if (aligned != 0) | (burst == 0):
                     count_relaxed_gpu(arrived)
@@ -142,7 +149,7 @@ class BurstKernel:
                 else:
                     self._write(records, burst - 1, producer, start, tick, posted, free, done)
             start, tick = begin, mark
-            posted, free = self._issue(base, size, thread, shared, burst * producers + producer, fence, status)
+            posted, free = self._issue(base, size, thread, shared, row, fence, status)
             done = free
             if fence != 0:
                 if cutlass.const_expr(self.method == "bulk"):
@@ -169,7 +176,7 @@ class BurstKernel:
         records[(burst, producer, 3)] = done - tick
 
     @cute.jit
-    def _issue(self, base: Int64, size: Int32, thread: Int32, shared: Int32, tag: Int32, fence: Int32, status: cute.Tensor):
+    def _issue(self, base: Int64, size: Int32, thread: Int32, shared: Int32, row, fence: Int32, status: cute.Tensor):
         """Issue one burst; returns ticks when it was posted and when its source is free."""
         if cutlass.const_expr(self.method == "bulk"):
             posted = Int64(0)
@@ -181,22 +188,17 @@ class BurstKernel:
             cute.arch.sync_threads()
             free = ticks()
         else:
-            burst_of_16(base, size, thread, THREADS, ROWS, tag)
+            burst_of_16(base, size, thread, THREADS, *row)
             cute.arch.sync_threads()
             posted = ticks()
             free = posted
             if fence != 0:
-                if wait_stores_left(shared) == -1:  # never: the tile holds no such word; the test makes the load be waited for
+                # A load behind the stores in the queue; testing it (the tile holds no such word) makes the thread wait for it.
+                if load_shared(shared) == -1:
                     status[0] = Int32(2)
                 cute.arch.sync_threads()
                 free = ticks()
         return posted, free
-
-
-@cute.jit
-def bulk_word(index: Int32, producer: Int32) -> Int32:
-    """Word `index` of the shared-memory tile that producer sends with bulk stores."""
-    return index ^ (producer << 16)
 
 
 def compile_burst_kernel(method: str) -> Any:

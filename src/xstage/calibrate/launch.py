@@ -166,15 +166,7 @@ def expected_words(method: str, bursts: int, producers: int, size: int) -> Any:
 
     from xstage.calibrate.burst_kernel import THREADS, TILE_BYTES
 
-    burst = torch.arange(bursts, dtype=torch.int32).view(-1, 1, 1)
     producer = torch.arange(producers, dtype=torch.int32).view(1, -1, 1)
     word = torch.arange(size // 4, dtype=torch.int32).view(1, 1, -1)
-    if method == "bulk":
-        return ((word % (TILE_BYTES // 4)) ^ (producer << 16)).expand(bursts, producers, size // 4).contiguous()
-    lane = (word % 4).expand(bursts, producers, size // 4)
-    row_start = (word // 4) * 16 % (16 * THREADS)
-    tag = burst * producers + producer
-    out = row_start.expand_as(lane).clone()
-    for i, value in ((1, tag), (2, row_start ^ tag), (3, ~tag)):
-        out[lane == i] = value.expand_as(lane)[lane == i]
-    return out
+    repeats_after = TILE_BYTES // 4 if method == "bulk" else THREADS * 4
+    return ((word % repeats_after) ^ (producer << 16)).expand(bursts, producers, size // 4).contiguous()

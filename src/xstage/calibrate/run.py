@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from xstage.calibrate.fit import fit_method, gates
+from xstage.calibrate.fit import fit_tables, gates
 from xstage.calibrate.protocol import REPEATS, Point, points
 from xstage.errors import CalibrationFailed, PeerTimeout, XStageError
 from xstage.fingerprint import fingerprint
@@ -103,7 +103,7 @@ def fit(samples: Iterable[Sample], *, name: str | None, sms: int, gpus: int, arr
         origin="measured",
         sms=sms,
         gpus=gpus,
-        methods={m: fit_method(taken, m) for m in METHODS if any(s.method == m for s in taken)},
+        methods=fit_tables(taken),
         fingerprint=machine | {"sms": sms, "sm_clock_ghz_seen": _clock_range(taken)},
         samples=taken,
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),

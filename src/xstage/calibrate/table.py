@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from xstage.calibrate.fit import median_of
-from xstage.platform import KiB, MiB, Platform
+from xstage.platform import METHODS, KiB, MiB, Platform
 from xstage.samples import select
 
 
@@ -30,10 +30,13 @@ def sweep_table(platform: Platform) -> str:
     for name, m in platform.methods.items():
         knee = f"{m.knee_low[-1] / KiB:g} to {m.knee_high[-1] / KiB:g} KiB per producer"
         lines += [
-            "", f"{name}: R {m.rate[-1]:.1f} GB/s, Q {m.capacity[-1] / MiB:.2f} MiB (knee {knee}; by fence "
+            "",
+            f"{name}: R {m.rate[-1]:.1f} GB/s, Q {m.capacity[-1] / MiB:.2f} MiB (knee {knee}; by fence "
             f"{m.capacity_by_fence[-1] / MiB:.2f} MiB), fence of an empty path {m.latency_ns / 1e3:.2f} µs",
-            "", f"  {'burst':>9} {'gap µs':>7} {'issue µs':>9} {'local µs':>9} {'period µs':>10} {'GB/s':>6}",
-        ]  # fmt: skip
+        ]
+        if name not in METHODS:
+            continue
+        lines += ["", f"  {'burst':>9} {'gap µs':>7} {'issue µs':>9} {'local µs':>9} {'period µs':>10} {'GB/s':>6}"]
         swept = select(platform.samples, method=name, mode="free", producers=platform.sms, loaded=False, fan_out=1, role="fit")
         sizes = sorted({s.bytes_per_producer for s in swept})
         for b in sizes:

@@ -46,23 +46,19 @@ def bulk_wait_done() -> None:
 
 
 @cute.jit
-def burst_of_16(base: Int64, size: Int32, thread: Int32, threads: cutlass.Constexpr, rows: cutlass.Constexpr, tag: Int32) -> None:
-    """All `threads` of a CTA store `size` bytes from `base` on, coalesced, as an epilogue stores a tile from registers.
+def burst_of_16(base: Int64, size: Int32, thread: Int32, threads: cutlass.Constexpr, a: Int32, b: Int32, c: Int32, d: Int32) -> None:
+    """All `threads` of a CTA store `size` bytes from `base` on, coalesced, in a loop that is not unrolled.
 
-    A row is 16 bytes of every thread; up to `rows` rows are stored without writing any register in between, because a loop that
-    reuses registers waits for the stores before it to leave them, which an unrolled epilogue does not.
+    The shape decides when the loop ends, not when the stores have left: each round writes its address register anew and so waits
+    until the store of the round before has left it. A thread runs one store ahead; straight-line code runs further ahead.
     """
-    for start in cutlass.range(thread * 16, size, threads * 16 * rows, unroll=1):
-        for row in cutlass.range_constexpr(rows):
-            if start + row * threads * 16 < size:
-                store_16(base + Int64(start) + row * threads * 16, start, tag, start ^ tag, ~tag)
+    for offset in cutlass.range(thread * 16, size, threads * 16, unroll=1):
+        store_16(base + Int64(offset), a, b, c, d)
 
 
 @cute.jit
-def wait_stores_left(shared_address: Int32) -> Int32:
-    """Wait until the calling thread's stores have left its registers and its load/store queue: a shared load queued behind them
-    came back. Says nothing about the path beyond. The caller must use the result.
-    """
+def load_shared(shared_address: Int32) -> Int32:
+    """Volatile load of a word of shared memory: a value that the compiler can only keep, not compute again."""
     return cute.arch.inline_ptx("ld.volatile.shared.u32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[shared_address])
 
 
