@@ -111,7 +111,7 @@ def _audit(options: argparse.Namespace) -> int:
     from xstage.audit import audit, load_design
     from xstage.platform import load_platform
 
-    result = audit(load_design(options.design), load_platform(options.platform))
+    result = audit(load_design(options.design), load_platform(options.platform, samples=False))
     print(json.dumps(result.to_json(), indent=1) if options.json else result.text())
     return 1 if options.check and result.action == "reshape" else 0
 

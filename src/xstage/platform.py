@@ -185,8 +185,11 @@ def gallery() -> list[str]:
     return sorted(p.name.removesuffix(".json") for p in data.iterdir() if p.name.endswith(".json"))
 
 
-def load_platform(source: str | os.PathLike[str]) -> Platform:
+def load_platform(source: str | os.PathLike[str], *, samples: bool = True) -> Platform:
     """Load a platform by gallery name (`h200-nvlink4`, `paper-8gpu`) or from a file.
+
+    Args:
+        source: gallery name or path. samples: False leaves the raw samples out, which are most of a file.
 
     Raises:
         XStageError: no such name or file, or its content is not a platform (the message names the field).
@@ -195,7 +198,7 @@ def load_platform(source: str | os.PathLike[str]) -> Platform:
     if os.sep not in text and not text.endswith(".json"):
         shipped = resources.files("xstage") / "data" / f"{text}.json"
         if shipped.is_file():
-            return _parse(shipped.read_text(encoding="utf-8"), text)
+            return _parse(shipped.read_text(encoding="utf-8"), text, samples)
     path = Path(text)
     if path.is_dir():
         raise XStageError(f"platform: {text} is a directory, a platform file is needed")
@@ -205,13 +208,18 @@ def load_platform(source: str | os.PathLike[str]) -> Platform:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise XStageError(f"platform: {text} cannot be read: {error}") from None
-    return _parse(content, text)
+    return _parse(content, text, samples)
 
 
 # ---- the file ---------------------------------------------------------------------------------------------------------------
 
 
-def _parse(content: str, where: str) -> Platform:
+_SAMPLES_START = ',\n "samples": [\n'
+
+
+def _parse(content: str, where: str, with_samples: bool) -> Platform:
+    if not with_samples and _SAMPLES_START in content:  # as `_dump` writes them: last, from a line of their own on
+        content = content[: content.index(_SAMPLES_START)] + "\n}"
     try:
         data = json.loads(content)
     except json.JSONDecodeError as error:
@@ -232,7 +240,7 @@ def _parse(content: str, where: str) -> Platform:
     if origin not in ("measured", "published"):
         raise XStageError(f"{where}: origin is {origin!r}, must be 'measured' or 'published'")
     gates = tuple(_gate(g, f"{where}: gates[{i}]") for i, g in enumerate(_get(data, "gates", list, where)))
-    samples = tuple(Sample.from_json(s, f"{where}: samples[{i}]") for i, s in enumerate(data.get("samples", [])))
+    samples = tuple(Sample.from_json(s, f"{where}: samples[{i}]") for i, s in enumerate(data.get("samples", []) if with_samples else []))
     return Platform(
         name=_get(data, "name", str, where),
         origin=origin,
@@ -366,7 +374,7 @@ def _dump(platform: Platform) -> str:
     }  # fmt: skip
     body = json.dumps(head, indent=1, ensure_ascii=False)
     lines = ",\n  ".join(json.dumps(s.to_json(), separators=(",", ":")) for s in platform.samples)
-    return body[:-2] + ',\n "samples": [\n  ' + lines + "\n ]\n}\n" if platform.samples else body + "\n"
+    return body[:-2] + _SAMPLES_START + "  " + lines + "\n ]\n}\n" if platform.samples else body + "\n"
 
 
 def _by_producers(producers: ArrayLike, axis: Sequence[float], values: Sequence[float]) -> NDArray[np.float64]:

@@ -23,7 +23,7 @@ def predict(
     Raises:
         XStageError: as `load_platform`, `Platform.method` and `Burst` do.
     """
-    platform = load_platform(platform_source)
+    platform = load_platform(platform_source, samples=False)
     m = platform.method(method)
     k = float(platform.sms if producers is None else producers)
     burst = Burst(k, bytes_per_producer, gap_ns)

@@ -120,5 +120,5 @@ def _round(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, 4)
     if isinstance(value, list):
-        return [round(v, 2) for v in value]
+        return [round(v, 1) for v in value]
     return value
