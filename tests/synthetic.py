@@ -43,7 +43,8 @@ def platform(
             capacity_producers=PRODUCERS, capacity=tuple(round(per_producer * k) for k in PRODUCERS),
             floor_producers=PRODUCERS, floor_bytes=FLOOR_BYTES, floor=tuple(row for _ in PRODUCERS), latency_ns=2000.0,
             capacity_by_fence=tuple(round(per_producer * k * 1.03) for k in PRODUCERS),
-            knee_low=tuple(24.0 * KiB for _ in PRODUCERS), knee_high=tuple(28.0 * KiB for _ in PRODUCERS),
+            knee_low=tuple((24.0 if method == "st_global" else 8.0) * KiB for _ in PRODUCERS),
+            knee_high=tuple((28.0 if method == "st_global" else 12.0) * KiB for _ in PRODUCERS),
         )  # fmt: skip
     truth = Platform(name, "measured", 132, 2, methods)
     samples: list[Sample] = []
@@ -65,7 +66,13 @@ def platform(
                 for b in GAP_BYTES:
                     for gap in GAPS_NS:
                         for mode in ("free", "aligned"):
-                            time = float(issue_ns(Burst(132, b, gap), truth, method))
+                            # Free phases drift apart and never fill Q; aligned bursts do.
+                            floor = float(methods[method].issue_floor_ns(132, b))
+                            time = (
+                                float(issue_ns(Burst(132, b, gap), truth, method))
+                                if mode == "aligned"
+                                else max(floor, 132 * b / rate - gap)
+                            )
                             samples.append(_windowed(method, mode, "peer", 132, b, gap, rank, role, bursts(time), spread()))
                 for gap in GAPS_NS:
                     time = 0.9 * float(methods[method].issue_floor_ns(132, LOCAL_BYTES))
