@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from xstage.burst_gap import Burst, completion_coupled_period_ns, isolated_issue_ns, issue_ns
+from xstage.burst_gap import Burst, completion_coupled_period_ns, isolated_issue_ns, issue_ns, knee_bytes_per_producer
 from xstage.errors import XStageError
 from xstage.platform import KiB, MiB, Platform
 from xstage.samples import Sample, select
@@ -97,7 +97,8 @@ def period_against_gap(platform: Platform, method: str = "st_global", palette: P
             _points(axes, select(samples, bytes_per_producer=size), _gap, _period, colour, i)
         for i, size in enumerate(sizes):
             level = float(issue_ns(Burst(producers, size, 0.0), platform, method))
-            _text(axes, 0.015 * gaps[-1] / 1e3, (level - 0.016 * top) / 1e3, _bytes(size), _colour(palette, i), ha="left", va="top")
+            said = f"{size / KiB:g}{' KiB' if i == len(sizes) - 1 else ''}"
+            _text(axes, 0.015 * gaps[-1] / 1e3, (level - 0.016 * top) / 1e3, said, _colour(palette, i), ha="left", va="top")
         shown = 32 * KiB if 32 * KiB in sizes else sizes[-1]
         coupled = completion_coupled_period_ns(Burst(producers, shown, gaps), platform, method)
         axes.plot(gaps / 1e3, coupled / 1e3, color=palette.muted, linestyle=(0, (4, 3)), zorder=1)
@@ -115,7 +116,7 @@ def isolated_bursts(platform: Platform, method: str = "st_global", palette: Pale
     table = platform.method(method)
     samples = select(platform.samples, method=method, mode="isolated", destination="peer", loaded=False)
     counts = _spread(sorted({s.producers for s in samples}) or [int(max(table.capacity_producers))], 5)
-    knee = max(knee_bytes(platform, method, k) for k in counts)
+    knee = max(_knee(platform, method, k) for k in counts)
     last = max((s.bytes_per_producer for s in samples), default=2.5 * knee)
     sizes = np.linspace(last / 400, last, 400)
     with _style(palette):
@@ -130,8 +131,8 @@ def isolated_bursts(platform: Platform, method: str = "st_global", palette: Pale
         top = max(max(e[0] for e in ends), 1e-3)
         biggest = counts[-1]
         at, height = (
-            knee_bytes(platform, method, biggest),
-            float(isolated_issue_ns(Burst(biggest, knee_bytes(platform, method, biggest)), platform, method)),
+            _knee(platform, method, biggest),
+            float(isolated_issue_ns(Burst(biggest, _knee(platform, method, biggest)), platform, method)),
         )
         if at < last:
             axes.plot([at / KiB] * 2, [height / 1e3, 0.42 * top], color=palette.muted, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
@@ -322,16 +323,8 @@ def _model(
     return issue_ns(Burst(producers, size, gaps), platform, method)
 
 
-def knee_bytes(platform: Platform, method: str, producers: float) -> float:
-    """Bytes per producer at which (V − Q)/R meets T_iss⁰."""
-    table = platform.method(method)
-    rate, capacity = float(table.drain_rate(producers)), float(table.capacity_bytes(producers))
-    low, high = 0.0, 64.0 * capacity / producers
-    for _ in range(60):
-        middle = (low + high) / 2
-        held = (producers * middle - capacity) / rate > float(table.issue_floor_ns(producers, max(middle, 1.0)))
-        low, high = (low, middle) if held else (middle, high)
-    return high
+def _knee(platform: Platform, method: str, producers: float) -> float:
+    return float(knee_bytes_per_producer(producers, platform, method))
 
 
 def _spread(values: Sequence[int], most: int) -> list[int]:

@@ -20,8 +20,9 @@ from importlib import resources
 from pathlib import Path
 
 from xstage.audit import Audit
+from xstage.burst_gap import knee_bytes_per_producer
 from xstage.platform import KiB, MiB, Platform, StoreMethod, check_writable, gallery
-from xstage.report.charts import CHARTS, Palette, knee_bytes
+from xstage.report.charts import CHARTS, Palette
 
 _METHOD_NAMES = {"st_global": "16-byte stores (st_global)", "bulk": "bulk copies from shared memory (bulk)"}
 
@@ -101,7 +102,11 @@ def origin(platform: Platform) -> str:
 def _head(platform: Platform, notes: Sequence[str]) -> str:
     first = next(iter(platform.methods.values()))
     k = int(max(first.capacity_producers))
-    rate, capacity, knee = float(first.drain_rate(k)), float(first.capacity_bytes(k)), knee_bytes(platform, first.name, k)
+    rate, capacity, knee = (
+        float(first.drain_rate(k)),
+        float(first.capacity_bytes(k)),
+        float(knee_bytes_per_producer(k, platform, first.name)),
+    )
     shown = 32 * KiB if min(first.floor_bytes) <= 32 * KiB <= max(first.floor_bytes) else first.floor_bytes[-1]
     drain = k * shown / rate
     issue = max(float(first.issue_floor_ns(k, shown)), (k * shown - capacity) / rate)
@@ -173,7 +178,7 @@ def _numbers(platform: Platform) -> str:
 
 def _method_row(platform: Platform, m: StoreMethod) -> list[str]:
     k = max(m.capacity_producers)
-    knee = knee_bytes(platform, m.name, k)
+    knee = float(knee_bytes_per_producer(k, platform, m.name))
     latency = _us(m.latency_ns) if m.latency_ns > 0 else "–"
     return [_METHOD_NAMES[m.name], f"{k:g}", f"{float(m.drain_rate(k)):.0f} GB/s", _size(float(m.capacity_bytes(k))),
             f"{_size(knee)} each, {_size(k * knee)} in all", latency]  # fmt: skip
