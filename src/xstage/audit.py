@@ -351,15 +351,14 @@ def load_design(source: str | os.PathLike[str]) -> Design:
     if os.sep not in text and not text.endswith(".toml") and shipped.is_file():
         content = shipped.read_text(encoding="utf-8")
     else:
-        path = Path(text)
-        if path.is_dir():
-            raise XStageError(f"design: {text} is a directory, a design file is needed")
-        if not path.exists():
-            raise XStageError(f"design: {text!r} is neither a file nor one of the shipped designs: {', '.join(designs())}")
         try:
-            content = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise XStageError(f"design: {text} cannot be read: {error}") from None
+            content = Path(text).read_text(encoding="utf-8")
+        except IsADirectoryError:
+            raise XStageError(f"design: {text} is a directory, a design file is needed") from None
+        except FileNotFoundError:
+            raise XStageError(f"design: {text!r} is neither a file nor one of the shipped designs: {', '.join(designs())}") from None
+        except (OSError, ValueError) as error:
+            raise XStageError(f"design: {text[:200]} cannot be read: {error.strerror if isinstance(error, OSError) else error}") from None
     try:
         data = tomllib.loads(content)
     except tomllib.TOMLDecodeError as error:
