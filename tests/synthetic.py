@@ -6,6 +6,8 @@ have something to read. `rate`, `capacity_per_producer` and `floor_scale` move t
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from xstage.burst_gap import Burst, isolated_issue_ns, issue_ns
@@ -49,6 +51,18 @@ def platform(
     truth = Platform(name, "measured", 132, 2, methods)
     samples: list[Sample] = []
 
+    @cache
+    def periodic(method: str, k: int, b: int, gap: float = 0.0) -> float:
+        return float(issue_ns(Burst(k, b, gap), truth, method))
+
+    @cache
+    def isolated(method: str, k: int, b: int) -> float:
+        return float(isolated_issue_ns(Burst(k, b), truth, method))
+
+    @cache
+    def floor_ns(method: str, b: int) -> float:
+        return float(methods[method].issue_floor_ns(132, b))
+
     def spread() -> float:
         return float(1 + noise * rng.standard_normal())
 
@@ -61,27 +75,23 @@ def platform(
                 role = "held_out" if repeat == repeats - 1 else "fit"
                 for k in PRODUCERS:
                     for b in ISOLATED_BYTES:
-                        time = float(isolated_issue_ns(Burst(k, b), truth, method))
+                        time = isolated(method, k, b)
                         samples.append(_sample(method, "isolated", k, b, 40_000.0, rank, role, bursts(time), bursts(k * b / rate + 2000.0)))
                 for b in GAP_BYTES:
                     for gap in GAPS_NS:
                         for mode in ("free", "aligned"):
                             # Free phases drift apart and never fill Q; aligned bursts do.
-                            floor = float(methods[method].issue_floor_ns(132, b))
-                            time = (
-                                float(issue_ns(Burst(132, b, gap), truth, method))
-                                if mode == "aligned"
-                                else max(floor, 132 * b / rate - gap)
-                            )
+                            floor = floor_ns(method, b)
+                            time = periodic(method, 132, b, gap) if mode == "aligned" else max(floor, 132 * b / rate - gap)
                             samples.append(_windowed(method, mode, "peer", 132, b, gap, rank, role, bursts(time), spread()))
                 for gap in GAPS_NS:
-                    time = 0.9 * float(methods[method].issue_floor_ns(132, LOCAL_BYTES))
+                    time = 0.9 * floor_ns(method, LOCAL_BYTES)
                     samples.append(_windowed(method, "free", "local", 132, LOCAL_BYTES, gap, rank, role, bursts(time), spread()))
                 for k in PRODUCERS:
                     for b in (32 * KiB, 64 * KiB, 128 * KiB):
-                        time = float(issue_ns(Burst(k, b), truth, method))
+                        time = periodic(method, k, b)
                         samples.append(_windowed(method, "free", "peer", k, b, 0.0, rank, role, bursts(time), spread()))
-                time = 1.02 * float(issue_ns(Burst(132, 64 * KiB), truth, method))
+                time = 1.02 * periodic(method, 132, 64 * KiB)
                 samples.append(_windowed(method, "free", "peer", 132, 64 * KiB, 0.0, rank, role, bursts(time), spread(), loaded=True))
     gates = (
         Gate("held-out issue time", 0.031, 0.10, "median relative error", "issue times that the fit did not see"),

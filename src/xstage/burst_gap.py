@@ -118,7 +118,7 @@ def knee_bytes_per_producer(producers: ArrayLike, platform: Platform, method: st
 
     low, high = np.zeros(k.shape), np.full(k.shape, 1e6) * np.maximum(capacity / k, 1.0)
     never = np.logical_not(held(high))
-    for _ in range(80):
+    for _ in range(60):
         middle = (low + high) / 2
         above = held(np.maximum(middle, 1e-9))
         low, high = np.where(above, low, middle), np.where(above, middle, high)
