@@ -15,6 +15,7 @@ Not covered: loaded (both-direction) samples, which appear in tables only.
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -215,6 +216,14 @@ def save_charts(folder: str | os.PathLike[str], platform: Platform, formats: Seq
     except OSError as error:
         raise XStageError(f"folder: {target} cannot be written: {error.strerror}") from None
     return paths
+
+
+def svg_text(figure: Figure) -> str:
+    """The figure as SVG whose text is text; equal figures give equal SVG."""
+    buffer = io.StringIO()
+    with _style(PLAIN):  # fonttype and salt count when the figure is saved; its colours were fixed when it was drawn
+        figure.savefig(buffer, format="svg", facecolor="none", metadata={"Date": None, "Creator": None})
+    return buffer.getvalue()
 
 
 @contextmanager

@@ -10,7 +10,6 @@ Not covered: operator benchmarks; the page shows one platform and the audits it 
 from __future__ import annotations
 
 import html
-import io
 import json
 import math
 import os
@@ -18,11 +17,14 @@ import re
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+from statistics import median
+
+from matplotlib.figure import Figure
 
 from xstage.audit import Audit
 from xstage.burst_gap import knee_bytes_per_producer
 from xstage.platform import KiB, MiB, Platform, StoreMethod, check_writable, gallery
-from xstage.report.charts import CHARTS, Palette
+from xstage.report.charts import CHARTS, Palette, svg_text
 
 _METHOD_NAMES = {"st_global": "16-byte stores (st_global)", "bulk": "bulk copies from shared memory (bulk)"}
 
@@ -165,7 +167,7 @@ def _numbers(platform: Platform) -> str:
         for i, k in enumerate(m.capacity_producers):
             fence = m.capacity_by_fence[i] if i < len(m.capacity_by_fence) else math.nan
             drains.append([m.name, f"{k:g}", f"{float(m.drain_rate(k)):.0f} GB/s", _size(m.capacity[i]), _size(fence), _knee_range(m, i)])
-    names = ["store method", "producers K", "drain rate R", "capacity Q", "knee, computed", "fence latency"]
+    names = ["store method", "producers K", "drain rate R", "R, both directions busy", "capacity Q", "knee, computed", "fence latency"]
     out = _table("The three quantities of the model, all producers", names, rows)
     said = "Issue floor T_iss⁰: time to issue a burst that meets no back-pressure, by size per producer"
     out += _table(said, ["store method", *(_size(b) for b in sizes)], floors)
@@ -180,7 +182,9 @@ def _method_row(platform: Platform, m: StoreMethod) -> list[str]:
     k = max(m.capacity_producers)
     knee = float(knee_bytes_per_producer(k, platform, m.name))
     latency = _us(m.latency_ns) if m.latency_ns > 0 else "–"
-    return [_METHOD_NAMES[m.name], f"{k:g}", f"{float(m.drain_rate(k)):.0f} GB/s", _size(float(m.capacity_bytes(k))),
+    busy = [s.rate for s in platform.samples if s.method == m.name and s.loaded and s.gap_ns == 0 and s.producers == k and s.rate > 0]
+    both = f"{median(busy):.0f} GB/s each way" if busy else "–"
+    return [_METHOD_NAMES[m.name], f"{k:g}", f"{float(m.drain_rate(k)):.0f} GB/s", both, _size(float(m.capacity_bytes(k))),
             f"{_size(knee)} each, {_size(k * knee)} in all", latency]  # fmt: skip
 
 
@@ -254,11 +258,9 @@ def _origin(platform: Platform) -> str:
 # ---- parts ------------------------------------------------------------------------------------------------------------------
 
 
-def _inline_svg(figure: object, ident: str, title: str, description: str) -> str:
+def _inline_svg(figure: Figure, ident: str, title: str, description: str) -> str:
     """The figure as an SVG element: unique ids, CSS variables for sentinels, a title and a description for screen readers."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})  # type: ignore[attr-defined]
-    text = buffer.getvalue()
+    text = svg_text(figure)
     text = text[text.index("<svg") :].strip()
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'\bid="', f'id="{ident}-', text)
