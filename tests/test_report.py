@@ -151,6 +151,23 @@ def test_incomplete_samples_still_give_charts(measured: Platform, kept: dict[str
         assert chart(part, "st_global").axes
 
 
+def test_a_path_without_a_knee(measured: Platform) -> None:
+    """Producers too slow to fill the path: no knee to draw or to name, nothing infinite in the picture."""
+    slow = replace(measured.methods["st_global"], floor=tuple((4e3, 2e4, 4e4, 8e4, 1.6e5, 3.2e5) for _ in range(5)))
+    for samples in (measured.samples, ()):
+        platform = replace(measured, methods={"st_global": slow}, samples=samples)
+        assert "knee" not in texts(isolated_bursts(platform))
+        assert "inf" not in re.sub(r"<style.*?</style>", "", render(platform), flags=re.DOTALL).replace("information", "")
+
+
+def test_points_above_the_model_stay_in_the_picture(measured: Platform) -> None:
+    high = tuple(replace(s, issue_ns=[3 * t for t in s.issue_ns], window_ns=3 * s.window_ns) for s in measured.samples)
+    for chart in CHARTS.values():
+        figure = chart(replace(measured, samples=high))
+        top = figure.axes[0].get_ylim()[1]
+        assert all(max(points.get_ydata()) <= top for points in lines(figure, marker=True))
+
+
 def test_text_stays_inside_the_figure(measured: Platform, paper: Platform) -> None:
     """No label is cut off at the edge, whatever the platform."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

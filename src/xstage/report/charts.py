@@ -18,7 +18,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +61,7 @@ def issue_against_gap(platform: Platform, method: str = "st_global", palette: Pa
     gaps = _gap_axis(platform, method, producers, sizes, samples)
     with _style(palette):
         figure, axes = _axes("gap between bursts (µs)", "issue time (µs)")
-        top = 1.0
+        top = max(_highest(samples, _issue), 1.0)
         for i, size in enumerate(sizes):
             colour = _colour(palette, i)
             line = _model(platform, method, producers, size, gaps, samples)
@@ -89,7 +89,7 @@ def period_against_gap(platform: Platform, method: str = "st_global", palette: P
     gaps = _gap_axis(platform, method, producers, sizes, samples)
     with _style(palette):
         figure, axes = _axes("gap between bursts (µs)", "period (µs)")
-        top = 0.0
+        top = _highest(samples, _period)
         for i, size in enumerate(sizes):
             colour = _colour(palette, i)
             line = _model(platform, method, producers, size, gaps, samples) + gaps
@@ -117,8 +117,9 @@ def isolated_bursts(platform: Platform, method: str = "st_global", palette: Pale
     table = platform.method(method)
     samples = select(platform.samples, method=method, mode="isolated", destination="peer", loaded=False)
     counts = _spread(sorted({s.producers for s in samples}) or [int(max(table.capacity_producers))], 5)
-    knee = max(_knee(platform, method, k) for k in counts)
-    last = max((s.bytes_per_producer for s in samples), default=2.5 * knee)
+    biggest = counts[-1]
+    knee, holds = _knee(platform, method, biggest), float(table.capacity_bytes(biggest)) / biggest
+    last = max((s.bytes_per_producer for s in samples), default=2.5 * min(knee, 4 * holds))
     sizes = np.linspace(last / 400, last, 400)
     with _style(palette):
         figure, axes = _axes("burst size per producer (KiB)", "issue time (µs)")
@@ -129,25 +130,14 @@ def isolated_bursts(platform: Platform, method: str = "st_global", palette: Pale
             axes.plot(sizes / KiB, line / 1e3, color=colour, zorder=2)
             _points(axes, select(samples, producers=k), _size, _issue, colour, i)
             ends.append((float(line[-1]) / 1e3, f"{'K=' if k == counts[-1] else ''}{k:g}", colour))
-        top = max(max(e[0] for e in ends), 1e-3)
-        biggest = counts[-1]
-        at, height = (
-            _knee(platform, method, biggest),
-            float(isolated_issue_ns(Burst(biggest, _knee(platform, method, biggest)), platform, method)),
-        )
-        if at < last:
-            axes.plot([at / KiB] * 2, [height / 1e3, 0.42 * top], color=palette.muted, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
-            left = max(at - 0.1 * last, 0.015 * last) / KiB
-            _text(
-                axes,
-                left,
-                0.45 * top,
-                f"knee {at / KiB:.0f} KiB\n({biggest * at / MiB:.1f} MiB in all)",
-                palette.ink,
-                ha="left",
-                va="bottom",
-            )
-            x = at + 0.6 * (last - at)
+        top = max(*(e[0] for e in ends), _highest(samples, _issue) / 1e3, 1e-3)
+        if knee < last:
+            height = float(isolated_issue_ns(Burst(biggest, knee), platform, method)) / 1e3
+            axes.plot([knee / KiB] * 2, [height, 0.42 * top], color=palette.muted, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
+            left = max(knee - 0.1 * last, 0.015 * last) / KiB
+            said = f"knee {knee / KiB:.0f} KiB\n({biggest * knee / MiB:.1f} MiB in all)"
+            _text(axes, left, 0.45 * top, said, palette.ink, ha="left", va="bottom")
+            x = knee + 0.6 * (last - knee)
             y = float(isolated_issue_ns(Burst(biggest, x), platform, method))
             _text(axes, x / KiB - 0.03 * last / KiB, y / 1e3, "(V − Q)/R", palette.ink, ha="right", va="bottom")
         for y, (_, label, colour) in zip(_apart([e[0] for e in ends], 0.075 * top), ends, strict=True):
@@ -178,7 +168,7 @@ def shared_drain(platform: Platform, method: str = "st_global", palette: Palette
             legend.get_title().set_color(palette.muted)
             for text, i in zip(legend.get_texts(), range(len(counts)), strict=True):
                 text.set_color(_colour(palette, i))
-        axes.set(xlim=(0, 1.04 * last / MiB), ylim=(0, 1.08 * last / rate / 1e3))
+        axes.set(xlim=(0, 1.04 * last / MiB), ylim=(0, 1.08 * max(last / rate, _highest(samples, _period)) / 1e3))
         _key(axes, "bursts back to back", bool(samples), palette)
     return figure
 
@@ -262,7 +252,16 @@ def _text(axes: Any, x: float, y: float, text: str, colour: str, ha: str, va: st
     axes.text(x, y, text, color=colour, fontsize=7.5, ha=ha, va=va, clip_on=clip, zorder=5, linespacing=1.15)
 
 
-def _points(axes: Any, samples: Iterable[Sample], x: Any, y: Any, colour: str, index: int, marker: str = "", size: float = 3.2) -> None:
+def _points(
+    axes: Any,
+    samples: Iterable[Sample],
+    x: Callable[[Sample], float],
+    y: Callable[[Sample], float],
+    colour: str,
+    index: int,
+    marker: str = "",
+    size: float = 3.2,
+) -> None:
     """Medians per x over launches and ranks; held-out launches hollow, a bar from the smallest to the largest."""
     marker = marker or _MARKERS[index % len(_MARKERS)]
     chosen = list(samples)
@@ -281,6 +280,10 @@ def _points(axes: Any, samples: Iterable[Sample], x: Any, y: Any, colour: str, i
         scale = 1.0 if role == "fit" else 1.5
         axes.plot(at_all, middles, linestyle="none", marker=marker, color=colour, markerfacecolor=face, markersize=size * scale,
                   markeredgewidth=0.8, zorder=4, clip_on=False)  # fmt: skip
+
+
+def _highest(samples: Iterable[Sample], y: Callable[[Sample], float]) -> float:
+    return max(map(y, samples), default=0.0)
 
 
 def _gap_sweep(platform: Platform, method: str) -> tuple[float, list[float], list[Sample]]:

@@ -129,10 +129,13 @@ def _head(platform: Platform, notes: Sequence[str]) -> str:
         if issue < 0.9 * drain
         else f"it takes {_us(issue)}"
     )
+    taken = (
+        f"bursts up to {_size(knee)} per producer are taken at once" if math.isfinite(knee) else "no burst is too large to be taken at once"
+    )
     said = (
         f"A GPU that stores into a peer's memory does not have to wait until the bytes arrive. On this platform, when {k} producers send "
         f"{_size(shown)} each at the same time into an empty path, {waits}. The path drains {rate:.0f} GB/s and holds {_size(capacity)}; "
-        f"bursts up to {_size(knee)} per producer are taken at once. A kernel that leaves at least the drain time between two such bursts "
+        f"{taken}. A kernel that leaves at least the drain time between two such bursts "
         "gets its communication for the price of the store instructions."
     )
     facts = (
@@ -182,10 +185,12 @@ def _method_row(platform: Platform, m: StoreMethod) -> list[str]:
     k = max(m.capacity_producers)
     knee = float(knee_bytes_per_producer(k, platform, m.name))
     latency = _us(m.latency_ns) if m.latency_ns > 0 else "–"
-    busy = [s.rate for s in platform.samples if s.method == m.name and s.loaded and s.gap_ns == 0 and s.producers == k and s.rate > 0]
+    capacity = float(m.capacity_bytes(k))
+    back_to_back = (s for s in platform.samples if s.method == m.name and s.loaded and s.gap_ns == 0 and s.producers == k)
+    busy = [s.rate for s in back_to_back if s.rate > 0 and s.burst_bytes > capacity / 2]  # smaller ones may be limited by their issue
     both = f"{median(busy):.0f} GB/s each way" if busy else "–"
-    return [_METHOD_NAMES[m.name], f"{k:g}", f"{float(m.drain_rate(k)):.0f} GB/s", both, _size(float(m.capacity_bytes(k))),
-            f"{_size(knee)} each, {_size(k * knee)} in all", latency]  # fmt: skip
+    said = f"{_size(knee)} each, {_size(k * knee)} in all" if math.isfinite(knee) else "none"
+    return [_METHOD_NAMES[m.name], f"{k:g}", f"{float(m.drain_rate(k)):.0f} GB/s", both, _size(capacity), said, latency]
 
 
 def _knee_range(m: StoreMethod, i: int) -> str:
@@ -309,7 +314,7 @@ def _us(ns: float) -> str:
 
 
 def _size(size: float) -> str:
-    if math.isnan(size):
+    if not math.isfinite(size):
         return "–"
     return (
         f"{size / MiB:.2f} MiB"
