@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 import re
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -334,3 +336,10 @@ def test_write_page(tmp_path: Path, paper: Platform) -> None:
         write_page(tmp_path, paper)
     with pytest.raises(XStageError, match="is not a directory"):
         write_page(tmp_path / "missing" / "page.html", paper)
+
+
+def test_a_laptop_needs_no_torch() -> None:
+    code = (
+        "import sys, xstage.audit, xstage.report.page, xstage.bench.compare; sys.exit('torch' in sys.modules or 'cutlass' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -214,7 +214,8 @@ class Audit:
         saturating_producers: K* = R·T_iss⁰/B. sequence_bound: M_ub = b_n·⌈G*/σ⌉ (attention).
         cover_ns: T_cover. completion_coupled_stall_ns: Δt^cc = [V/R + T_lat − T_cover]₊, the counterfactual in which the issuer
             waits for remote completion (attention; T_lat is the platform's fence latency).
-        missing_edges: completion edges the design drops. notes: extrapolations and close margins. sentence: the result in words.
+        missing_edges: completion edges the design drops. notes: where the design's numbers come from,
+            extrapolations, close margins. sentence: the result in words.
     """
 
     design: str
@@ -394,7 +395,8 @@ def _schedule(design: Design, extra_ns: float, floor: float, rate: float, capaci
 
 
 def _notes(design: Design, platform: Platform, schedule: Schedule, capacity_margin: float) -> tuple[str, ...]:
-    notes = platform.method(design.method).extrapolated(design.producers, design.remote_bytes_per_producer)
+    notes = [design.note] if design.note else []
+    notes += platform.method(design.method).extrapolated(design.producers, design.remote_bytes_per_producer)
     for name, margin in (("rate", schedule.rate_margin), ("capacity", capacity_margin)):
         if abs(margin) < _CLOSE:
             notes.append(f"the {name} bound is within {_CLOSE:.0%}: the error of the model may decide it")

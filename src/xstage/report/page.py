@@ -233,7 +233,8 @@ def _audits(audits: Sequence[Audit]) -> str:
         return ""
     cards = []
     for a in audits:
-        table = _table(f"{a.design}, predicted", ["quantity", "value", "remark"], [list(r) for r in a.rows()])
+        # Verdicts stand under their values: a third column would be off the screen of a phone.
+        table = _table(f"{a.design}, predicted", ["quantity", "value"], [[name, f"{value}\n{said}"] for name, value, said in a.rows()])
         notes = "".join(f'<p class="muted">{_e(n)}</p>' for n in a.notes)
         kind = "good" if a.action == "piggyback" else "bad"
         sentence = f"{a.sentence[:1].upper()}{a.sentence[1:]}"
@@ -285,24 +286,22 @@ def _table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -
     body = []
     for row in rows:
         cells = [f'<th scope="row">{_e(row[0])}</th>']
-        for value in row[1:]:
-            kind = (
-                "good"
-                if value.startswith(("✓", "holds"))
-                else "bad"
-                if value.startswith(("✗", "broken"))
-                else "n"
-                if len(value) < 24
-                else ""
-            )
-            kind += " n" if kind in ("good", "bad") and len(value) < 24 else ""
-            cells.append(f'<td class="{kind}">{_e(value)}</td>' if kind else f"<td>{_e(value)}</td>")
+        for cell in row[1:]:
+            value, _, said = cell.partition("\n")
+            under = f'<br><span class="{_kind(said) or "muted"}">{_e(said)}</span>' if said else ""
+            kind = " ".join(filter(None, (_kind(value), "n" if len(value) < 24 and not said else "")))
+            cells.append(f'<td class="{kind}">{_e(value)}{under}</td>' if kind else f"<td>{_e(value)}{under}</td>")
         body.append(f"<tr>{''.join(cells)}</tr>")
     # The box takes the keyboard, so that a table wider than the screen can be scrolled without a pointer.
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{_e(caption)}"><table><caption><span>{_e(caption)}</span></caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
     )
+
+
+def _kind(value: str) -> str:
+    """CSS class of a verdict; the sign or word in the text says the same without colour."""
+    return "good" if value.startswith(("✓", "holds")) else "bad" if value.startswith(("✗", "broken")) else ""
 
 
 def _e(text: object) -> str:
