@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("cutlass", reason="the kernel stack is not installed")
 
-from xstage.calibrate.burst_kernel import compile_burst_kernel
+from xstage.calibration.burst_kernel import compile_burst_kernel
 
 
 @pytest.fixture(scope="module", params=["st_global", "bulk"])
@@ -33,10 +33,9 @@ def test_stores_with_the_method_it_is_named_after(kernel: tuple[str, str]) -> No
 def test_nothing_in_the_timed_region_waits_for_stores_under_way(kernel: tuple[str, str]) -> None:
     method, ptx = kernel
     issue = "st.global.v4.b32" if method == "st_global" else "cp.async.bulk.global"
-    body = ptx[ptx.index("%clock64") : ptx.index("fence.acq_rel.sys")]
-    assert issue in body
-    for waiting in ("fence.acq_rel", "membar", ".release.", ".acquire.", "cp.async.bulk.wait_group 0"):
-        assert waiting not in body.replace("cp.async.bulk.wait_group 0;\n\tfence.proxy.async;", ""), waiting
+    start = ptx.index(issue)
+    timed = ptx[ptx.rindex("%clock64", 0, start) : ptx.index("%clock64", start)]
+    assert not re.search(r"fence\.acq_rel|membar|\.release\.|\.acquire\.|bulk\.wait_group 0", timed)
 
 
 def test_a_system_fence_follows_isolated_bursts_and_the_end(kernel: tuple[str, str]) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from xstage.burst_gap import recurrence
-from xstage.calibrate.fit import drain_rates, fit_method, gates, held_out
-from xstage.calibrate.protocol import Point, points, producer_grid
+from xstage.calibration.fit import drain_rates, fit_method, gates, held_out
+from xstage.calibration.protocol import Point, points, producer_grid
 from xstage.errors import CalibrationFailed
 from xstage.platform import KiB, Platform
 from xstage.samples import Sample

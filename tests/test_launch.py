@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from xstage.calibrate.launch import reduce_records
-from xstage.calibrate.protocol import Point
+from xstage.calibration.launch import reduce_records
+from xstage.calibration.protocol import Point
 
 GHZ = 1.98
 

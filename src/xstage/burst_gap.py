@@ -106,6 +106,27 @@ def saturating_producers(burst: Burst, platform: Platform, method: str = "st_glo
     return np.asarray(rate * t0 / np.asarray(burst.bytes_per_producer, float))
 
 
+def knee_bytes_per_producer(producers: ArrayLike, platform: Platform, method: str = "st_global") -> Array:
+    """Bytes per producer up to which an isolated burst issues at its floor: where (V − Q)/R meets T_iss⁰; section 3.5.
+
+    Found by bisection, as T_iss⁰ is a table. `inf` where the floor alone grows faster than the path drains (few producers).
+    """
+    m = platform.method(method)
+    k = np.asarray(producers, float)
+    rate, capacity = m.drain_rate(k), m.capacity_bytes(k)
+
+    def held(size: Array) -> Any:
+        return (k * size - capacity) / rate > m.issue_floor_ns(k, size)
+
+    low, high = np.zeros(k.shape), np.full(k.shape, 1e6) * np.maximum(capacity / k, 1.0)
+    never = np.logical_not(held(high))
+    for _ in range(60):
+        middle = (low + high) / 2
+        above = held(np.maximum(middle, 1e-9))
+        low, high = np.where(above, low, middle), np.where(above, middle, high)
+    return np.where(never, np.inf, high)
+
+
 def bursts_to_saturation(burst: Burst, platform: Platform, method: str = "st_global") -> Array:
     """How many unhindered bursts fit, starting empty, before Q is full: 1 + (Q − q_peak)/(V − R·(T_iss⁰ + G)).
 

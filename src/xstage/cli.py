@@ -86,8 +86,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    from xstage.calibrate import calibrate
-    from xstage.calibrate.table import summary, sweep_table
+    from xstage.calibration import calibrate
+    from xstage.calibration.table import summary, sweep_table
     from xstage.platform import METHODS
 
     platform = calibrate(out=options.out, name=options.name, methods=tuple(options.method or METHODS), repeats=options.repeats)
@@ -108,7 +108,7 @@ def _predict(options: argparse.Namespace) -> int:
 
 
 def _audit(options: argparse.Namespace) -> int:
-    from xstage.audit import audit, load_design
+    from xstage.design import audit, load_design
     from xstage.platform import load_platform
 
     result = audit(load_design(options.design), load_platform(options.platform, samples=False))

@@ -162,8 +162,11 @@ class Platform:
         target = Path(path)
         check_writable(target)
         part = target.with_name(target.name + ".part")
-        part.write_text(_dump(self), encoding="utf-8")
-        part.replace(target)
+        try:
+            part.write_text(_dump(self), encoding="utf-8")
+            part.replace(target)
+        except OSError as error:  # disk full, read-only file system
+            raise XStageError(f"out: {target} cannot be written: {error.strerror}") from None
         return target
 
 
@@ -200,14 +203,14 @@ def load_platform(source: str | os.PathLike[str], *, samples: bool = True) -> Pl
         if shipped.is_file():
             return _parse(shipped.read_text(encoding="utf-8"), text, samples)
     path = Path(text)
-    if path.is_dir():
-        raise XStageError(f"platform: {text} is a directory, a platform file is needed")
-    if not path.exists():
-        raise XStageError(f"platform: {text!r} is neither a file nor one of the shipped platforms: {', '.join(gallery())}")
     try:
         content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise XStageError(f"platform: {text} cannot be read: {error}") from None
+    except IsADirectoryError:
+        raise XStageError(f"platform: {text} is a directory, a platform file is needed") from None
+    except FileNotFoundError:
+        raise XStageError(f"platform: {text!r} is neither a file nor one of the shipped platforms: {', '.join(gallery())}") from None
+    except (OSError, ValueError) as error:
+        raise XStageError(f"platform: {text[:200]} cannot be read: {error.strerror if isinstance(error, OSError) else error}") from None
     return _parse(content, text, samples)
 
 
@@ -240,7 +243,9 @@ def _parse(content: str, where: str, with_samples: bool) -> Platform:
     if origin not in ("measured", "published"):
         raise XStageError(f"{where}: origin is {origin!r}, must be 'measured' or 'published'")
     gates = tuple(_gate(g, f"{where}: gates[{i}]") for i, g in enumerate(_get(data, "gates", list, where)))
-    samples = tuple(Sample.from_json(s, f"{where}: samples[{i}]") for i, s in enumerate(data.get("samples", []) if with_samples else []))
+    raw = _get(data, "samples", list, where) if with_samples and "samples" in data else []
+    samples = tuple(Sample.from_json(s, f"{where}: samples[{i}]") for i, s in enumerate(raw))
+    texts = {key: _get(data, key, str, where) if key in data else "" for key in ("note", "created", "command")}
     return Platform(
         name=_get(data, "name", str, where),
         origin=origin,
@@ -250,9 +255,7 @@ def _parse(content: str, where: str, with_samples: bool) -> Platform:
         gates=gates,
         fingerprint=_get(data, "fingerprint", dict, where),
         samples=samples,
-        note=data.get("note", ""),
-        created=data.get("created", ""),
-        command=data.get("command", ""),
+        **texts,
     )
 
 
@@ -283,10 +286,10 @@ def _method(name: str, data: Any, where: str) -> StoreMethod:
         raise XStageError(f"{where}.latency_ns: {latency!r} is not a time ≥ 0")
 
     def optional(key: str) -> tuple[float, ...]:
-        values = cap.get(key, [])
+        values = _get(cap, key, list, f"{where}.capacity") if key in cap else []
         if values and len(values) != len(cap_k):
             raise XStageError(f"{where}.capacity.{key}: {len(values)} values for {len(cap_k)} producers")
-        return tuple(math.nan if v is None else float(v) for v in values)
+        return tuple(math.nan if v is None else float(_positive(v, f"{where}.capacity.{key}[{i}]")) for i, v in enumerate(values))
 
     return StoreMethod(
         name, rate_k, rates, cap_k, _numbers(cap, "bytes", f"{where}.capacity", len(cap_k)), floor_k, floor_b, table, float(latency),
@@ -297,13 +300,13 @@ def _method(name: str, data: Any, where: str) -> StoreMethod:
 def _gate(data: Any, where: str) -> Gate:
     if not isinstance(data, dict):
         raise XStageError(f"{where}: expected an object")
-    value = data.get("value")
+    value = None if data.get("value") is None else _get(data, "value", (int, float), where)
+    texts = [_get(data, key, str, where) if key in data else "" for key in ("unit", "detail")]
     return Gate(
         _get(data, "name", str, where),
         math.nan if value is None else float(value),
         float(_get(data, "limit", (int, float), where)),
-        data.get("unit", ""),
-        data.get("detail", ""),
+        *texts,
     )
 
 
@@ -317,7 +320,7 @@ def _get(data: dict[str, Any], key: str, kind: Any, where: str) -> Any:
 
 
 def _positive(value: float, where: str) -> float:
-    if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
         raise XStageError(f"{where}: {value!r} must be a finite number above 0")
     return value
 

@@ -17,15 +17,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from xstage.calibrate.fit import fit_tables, gates
-from xstage.calibrate.protocol import REPEATS, Point, points
+from xstage.calibration.fit import fit_tables, gates
+from xstage.calibration.protocol import REPEATS, Point, points
 from xstage.errors import CalibrationFailed, PeerTimeout, XStageError
 from xstage.fingerprint import fingerprint
 from xstage.platform import METHODS, Platform, check_writable
 from xstage.samples import Sample, append, read
 
 PEER_LIMIT_S = 180
-KERNEL_SOURCES = ("calibrate/burst_kernel.py", "device/stores.py", "device/clock.py", "device/signals.py")
+KERNEL_SOURCES = ("calibration/burst_kernel.py", "device/stores.py", "device/clock.py", "device/signals.py")
 
 
 def calibrate(
@@ -60,7 +60,7 @@ def calibrate(
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # multicast can take the GPUs of a shared host out of service
     import torch.distributed as dist
 
-    from xstage.calibrate.launch import Launcher
+    from xstage.calibration.launch import Launcher
 
     own_group = group is None
     if own_group:

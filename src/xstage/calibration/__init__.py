@@ -1,5 +1,5 @@
 """Calibration: the burst kernel, the protocol, the fit with its gates."""
 
-from xstage.calibrate.run import calibrate
+from xstage.calibration.run import calibrate
 
 __all__ = ["calibrate"]

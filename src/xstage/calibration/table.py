@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from xstage.calibrate.fit import median_of
+from xstage.calibration.fit import median_of
 from xstage.platform import METHODS, KiB, MiB, Platform
 from xstage.samples import select
 

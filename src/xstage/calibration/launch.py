@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xstage.calibrate.protocol import Point
+from xstage.calibration.protocol import Point
 from xstage.errors import UnsuitableMachine, XStageError
 from xstage.samples import Sample
 
@@ -73,7 +73,7 @@ class Launcher:
         import torch.distributed as dist
         import torch.distributed._symmetric_memory as symmetric
 
-        from xstage.calibrate.burst_kernel import CLOCK_FIELDS, RECORD_FIELDS, compile_burst_kernel
+        from xstage.calibration.burst_kernel import CLOCK_FIELDS, RECORD_FIELDS, compile_burst_kernel
 
         self.torch = torch
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
@@ -164,7 +164,7 @@ def expected_words(method: str, bursts: int, producers: int, size: int) -> Any:
     """int32 (bursts, producers, size/4): what the burst kernel writes; a torch tensor on the CPU."""
     import torch
 
-    from xstage.calibrate.burst_kernel import THREADS, TILE_BYTES
+    from xstage.calibration.burst_kernel import THREADS, TILE_BYTES
 
     producer = torch.arange(producers, dtype=torch.int32).view(1, -1, 1)
     word = torch.arange(size // 4, dtype=torch.int32).view(1, 1, -1)
