@@ -101,7 +101,7 @@ def test_predict_needs_neither_torch_nor_matplotlib() -> None:
 
 def test_output_to_a_closed_pipe_is_quiet() -> None:
     result = subprocess.run(
-        f"{sys.executable} -m xstage audit mega-moe-qwen3.5 --platform paper-8gpu | true",
+        f"{sys.executable} -m xstage audit megamoe-qwen3.5-paper --platform paper-8gpu | true",
         shell=True,
         capture_output=True,
         text=True,

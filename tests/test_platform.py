@@ -300,7 +300,7 @@ def test_sample_figures() -> None:
 
 def test_samples_append_and_read(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
-    some = [sample(), sample(rank=0, issue_ns=[1.25, 2.5], loaded=True), sample(role="held_out", gap_ns=1000.0)]
+    some = [sample(), sample(rank=0, issue_ns=[1.2, 2.5], loaded=True), sample(role="held_out", gap_ns=1000.0)]
     append(path, some[:1])
     append(path, some[1:])
     assert list(read(path)) == some

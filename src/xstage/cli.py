@@ -113,24 +113,23 @@ def _audit(options: argparse.Namespace) -> int:
 
     result = audit(load_design(options.design), load_platform(options.platform, samples=False))
     print(json.dumps(result.to_json(), indent=1) if options.json else result.text())
-    return 1 if options.check and result.action == "reshape" else 0
+    return 1 if options.check and result.action != "piggyback" else 0
 
 
 def _report(options: argparse.Namespace) -> int:
-    from xstage.report import report
+    from xstage.report.write import write_report
 
-    path = report(options.out, platform=options.platform, designs=options.design, charts=options.charts)
-    print(path)
+    print(write_report(options.out, platform=options.platform, designs_to_audit=options.design, charts=options.charts))
     return 0
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from xstage.bench.compare import compare, text, to_json
+    from xstage.bench.compare import compare, text, to_json, worst
     from xstage.platform import load_platform
 
     rows = compare(load_platform(options.a), load_platform(options.b), allow_different_gpus=options.different_gpus)
     print(json.dumps(to_json(rows), indent=1) if options.json else text(rows))
-    return 1 if options.check and any(row.verdict == "SLOWER" for row in rows) else 0
+    return 1 if options.check and worst(rows) == "SLOWER" else 0
 
 
 def _doctor(options: argparse.Namespace) -> int:

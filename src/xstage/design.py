@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from xstage.errors import XStageError
-from xstage.platform import METHODS, KiB, MiB, Platform
+from xstage.platform import TABLES, KiB, MiB, Platform
 
 EDGES: dict[str, str] = {
     "release_after_stores": "a system-scope release follows the data stores before a peer is told of them",
@@ -38,6 +38,7 @@ EDGES: dict[str, str] = {
 _COMMON = ("release_after_stores", "acquire_before_consumer", "destination_free_before_overwrite")
 REQUIRED_EDGES: dict[str, tuple[str, ...]] = {
     "st_global": _COMMON,
+    "st_global_source_free": _COMMON,
     "bulk": (*_COMMON, "source_free_before_reuse", "proxy_fence_before_bulk", "bulk_complete_before_release"),
 }
 """By store method: registers are free when a store was issued, shared memory under a bulk copy is not."""
@@ -79,7 +80,8 @@ class Design:
         staging_slots: 1 = the owner of the accumulators issues, 2 or more = another role issues from staging memory.
         cover_ns: T_cover, what staging hides. Default: one mainloop with 2 or more slots (more slots postpone a stall, they do not
             remove it), else 0.
-        method: store method, `st_global` or `bulk`. completion_edges: the edges (`EDGES`) that the design keeps.
+        method: table of the platform, `st_global`, `st_global_source_free` or `bulk`.
+        completion_edges: the edges (`EDGES`) that the design keeps.
         interleave: Linear-1 tiles that could stand between the bursts. note: where the numbers come from.
 
     Raises:
@@ -113,7 +115,7 @@ class Design:
         object.__setattr__(self, "completion_edges", tuple(self.completion_edges))
         if not isinstance(self.name, str) or not self.name:
             raise XStageError(f"name: {self.name!r} must be a text that is not empty")
-        for field_name, known in (("kind", ("gemm", "attention")), ("method", METHODS)):
+        for field_name, known in (("kind", ("gemm", "attention")), ("method", TABLES)):
             if getattr(self, field_name) not in known:
                 raise XStageError(f"{field_name}: {getattr(self, field_name)!r} is unknown, known are {', '.join(known)}")
         _check("producers", self.producers, 1)

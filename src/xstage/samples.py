@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,16 @@ class Sample:
 def select(samples: Iterable[Sample], **wanted: object) -> list[Sample]:
     """The samples whose attributes equal all of `wanted`."""
     return [s for s in samples if all(getattr(s, name) == value for name, value in wanted.items())]
+
+
+def of_table(samples: Iterable[Sample], table: str) -> list[Sample]:
+    """The samples that a table of a platform is fitted from, `issue_ns` being the time that the table is about.
+
+    `st_global_source_free` has its times in isolated bursts of `st_global` only; other modes stand for the drain rate.
+    """
+    if table != "st_global_source_free":
+        return [s for s in samples if s.method == table]
+    return [replace(s, method=table, issue_ns=s.left_ns) for s in samples if s.method == "st_global"]
 
 
 def append(path: Path, samples: Sequence[Sample]) -> None:

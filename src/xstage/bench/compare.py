@@ -19,15 +19,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from xstage.burst_gap import knee_bytes_per_producer
 from xstage.errors import XStageError
-from xstage.platform import KiB, MiB, Platform
-from xstage.samples import Sample
+from xstage.platform import METHODS, KiB, MiB, Platform
+from xstage.samples import Sample, of_table
 
 SAME, FASTER, SLOWER, UNCERTAIN = "SAME", "FASTER", "SLOWER", "UNCERTAIN"
 TOLERANCE = {"drain rate": 0.02, "capacity": 0.05, "knee": 0.05, "issue floor": 0.05}
@@ -81,7 +81,8 @@ def compare(a: Platform, b: Platform, *, allow_different_gpus: bool = False) -> 
     rows: list[Row] = []
     for method in a.methods:
         if method in b.methods:
-            rows += _method_rows(a, b, method)
+            own = [replace(p, samples=tuple(of_table(p.samples, method))) for p in (a, b)]
+            rows += _method_rows(own[0], own[1], method)
     if not rows:
         raise XStageError(f"b: {b.name!r} and a: {a.name!r} have no measured quantity in common")
     return rows
@@ -125,9 +126,10 @@ def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def _method_rows(a: Platform, b: Platform, method: str) -> list[Row]:
     rows: list[Row | None] = []
     ranks = sorted({s.rank for s in a.samples} & {s.rank for s in b.samples})
-    for rank in ranks:
+    for rank in ranks if method in METHODS else ():  # a further table of a store method has no rate of its own
         rows.append(_row("drain rate", method, f"rank {rank} sends", *(_rates(p, q, method, rank, False) for p, q in ((a, b), (b, a)))))
-    rows.append(_row("drain rate", method, "both at once", *(_rates(p, q, method, None, True) for p, q in ((a, b), (b, a)))))
+    if method in METHODS:
+        rows.append(_row("drain rate", method, "both at once", *(_rates(p, q, method, None, True) for p, q in ((a, b), (b, a)))))
     for rank in ranks:
         said = f"rank {rank} sends"
         for quantity, cells in (("capacity", _capacities), ("knee", _knees)):

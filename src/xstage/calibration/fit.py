@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from xstage.burst_gap import Burst, issue_ns, recurrence
 from xstage.errors import CalibrationFailed
 from xstage.platform import METHODS, TABLES, Gate, Platform, StoreMethod
-from xstage.samples import Sample, select
+from xstage.samples import Sample, of_table, select
 
 LINEAR_LIMIT = 0.05
 SPLIT_LIMIT = 0.06
@@ -56,14 +56,9 @@ class HeldOut:
         return abs(self.issue_predicted_ns / self.issue_ns - 1)
 
 
-def method_of(table: str) -> tuple[str, str]:
-    """The store method that a table of a platform is about, and the field of its samples that holds the sender-visible time."""
-    return ("st_global", "left_ns") if table == "st_global_source_free" else (table, "issue_ns")
-
-
 def fit_tables(samples: Sequence[Sample]) -> dict[str, StoreMethod]:
     """Every table that the samples allow."""
-    return {name: fit_method(samples, name) for name in TABLES if any(s.method == method_of(name)[0] for s in samples)}
+    return {name: fit_method(samples, name) for name in TABLES if of_table(samples, name)}
 
 
 def fit_method(samples: Iterable[Sample], name: str) -> StoreMethod:
@@ -72,8 +67,7 @@ def fit_method(samples: Iterable[Sample], name: str) -> StoreMethod:
     Raises:
         CalibrationFailed: the samples that a table needs are missing.
     """
-    method, field = method_of(name)
-    samples = select(samples, method=method)
+    samples = of_table(samples, name)
     mine = select(samples, destination="peer", role="fit", loaded=False, fan_out=1)
     rates = drain_rates(mine)
     isolated = _by_point(s for s in mine if s.mode == "isolated")
@@ -89,15 +83,15 @@ def fit_method(samples: Iterable[Sample], name: str) -> StoreMethod:
     for k in sorted(rates):
         if any((k, b) not in isolated or (k, b) not in control for b in sizes):
             continue
-        issue = np.array([median_of(isolated[k, b], field) for b in sizes])
-        local = np.array([median_of(control[k, b], field) for b in sizes])
+        issue = np.array([median_of(isolated[k, b], "issue_ns") for b in sizes])
+        local = np.array([median_of(control[k, b], "issue_ns") for b in sizes])
         floors[k] = np.minimum(issue, local)
         held_up = issue > floors[k] + np.maximum(0.5 * floors[k], 4 * FLOOR_NOISE_NS)
         if held_up.sum() >= 2:
             free = size <= size[held_up].min() / 2
             latency = _latency(isolated, k, size[free], rates[k])
             q = float(np.median((k * size - rates[k] * issue)[held_up]))
-            fence = float(np.median([_fence_capacity(isolated[k, int(b)], field, rates[k], latency) for b in size[held_up]]))
+            fence = float(np.median([_fence_capacity(isolated[k, int(b)], rates[k], latency) for b in size[held_up]]))
             crossed = int(np.argmax((k * size - q) / rates[k] > floors[k]))
             capacity[k] = (q, fence, float(size[max(crossed - 1, 0)]), float(size[crossed]))
     if not capacity:
@@ -142,16 +136,13 @@ def median_of(samples: Sequence[Sample], field: str) -> float:
 
 
 def held_out(samples: Iterable[Sample], platform: Platform, table: str) -> list[HeldOut]:
-    """Predictions for the held-out samples of a table. The gap is the one that really passed, for `aligned` with the meeting.
-
-    What `st_global_source_free` is about is seen in isolated bursts only.
-    """
-    method, field = method_of(table)
-    return [_predict(s, platform, table, field) for s in samples if s.role == "held_out" and s.method == method and getattr(s, field)]
+    """Predictions for the held-out samples of a table. The gap is the one that really passed, for `aligned` with the meeting."""
+    sources = [s for s in of_table(samples, table) if s.role == "held_out"]
+    return [_predict(s, platform, table) for s in sources if table in METHODS or s.mode == "isolated"]
 
 
-def _predict(s: Sample, platform: Platform, table: str, field: str) -> HeldOut:
-    gap, issue = float(np.median(s.gap_seen_ns)), float(np.median(getattr(s, field)))
+def _predict(s: Sample, platform: Platform, table: str) -> HeldOut:
+    gap, issue = float(np.median(s.gap_seen_ns)), float(np.median(s.issue_ns))
     if s.mode == "free":
         burst = Burst(s.producers, s.bytes_per_producer, gap)
         predicted = float(issue_ns(burst, platform, table, aligned=False))
@@ -170,7 +161,7 @@ def gates(samples: Sequence[Sample], platform: Platform, arrived: bool) -> tuple
     """Quality gates per store method; the docstring of each says what it protects from."""
     out = [Gate("stores arrive at the peer", 0.0 if arrived else 1.0, 0.0, "", "a known pattern was compared at its destination")]
     for name in platform.methods:
-        mine = select(samples, method=method_of(name)[0], fan_out=1)
+        mine = select(of_table(samples, name), fan_out=1)
         if name in METHODS:
             out += [
                 _linear_gate(name, mine),
@@ -179,7 +170,11 @@ def gates(samples: Sequence[Sample], platform: Platform, arrived: bool) -> tuple
                 _plateau_gate(name, mine, platform),
                 _local_gate(name, mine),
             ]
-        out += [_floor_gate(name, mine, platform), _capacity_gate(name, platform), *_held_out_gates(name, held_out(mine, platform, name))]
+        out += [
+            _floor_gate(name, mine, platform),
+            _capacity_gate(name, platform),
+            *_held_out_gates(name, held_out(samples, platform, name)),
+        ]
     return tuple(out)
 
 
@@ -244,12 +239,12 @@ def _plateau_gate(name: str, samples: Sequence[Sample], platform: Platform) -> G
 def _floor_gate(name: str, samples: Sequence[Sample], platform: Platform) -> Gate:
     """Below the knee the local control issues as fast as the remote burst, so that it may stand in beyond."""
     m = platform.methods[name]
-    worst, detail, field = 0.0, "", method_of(name)[1]
+    worst, detail = 0.0, ""
     for k, knee in zip(m.capacity_producers, m.knee_low, strict=True):
         isolated = [s for s in samples if (s.mode, s.producers, s.loaded, s.role) == ("isolated", k, False, "fit")]
         for b in sorted({s.bytes_per_producer for s in isolated if s.bytes_per_producer <= knee / 2}):
             here = [s for s in isolated if s.bytes_per_producer == b]
-            peer, local = (median_of([s for s in here if s.destination == d], field) for d in ("peer", "local"))
+            peer, local = (median_of([s for s in here if s.destination == d], "issue_ns") for d in ("peer", "local"))
             change = max(0.0, abs(peer - local) - FLOOR_NOISE_NS) / local
             if change >= worst:
                 worst, detail = change, f"K = {k:.0f}, B = {b // 1024} KiB: {peer:.0f} against {local:.0f} ns"
@@ -326,5 +321,5 @@ def _latency(isolated: dict[tuple[int, int], list[Sample]], producers: int, size
     return float(np.median(left)) if left else 0.0
 
 
-def _fence_capacity(samples: Sequence[Sample], field: str, rate: float, latency_ns: float) -> float:
-    return rate * (median_of(samples, "visible_ns") - median_of(samples, field) - latency_ns)
+def _fence_capacity(samples: Sequence[Sample], rate: float, latency_ns: float) -> float:
+    return rate * (median_of(samples, "visible_ns") - median_of(samples, "issue_ns") - latency_ns)

@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 
 from xstage.burst_gap import Burst, completion_coupled_period_ns, isolated_issue_ns, issue_ns, knee_bytes_per_producer
 from xstage.errors import XStageError
-from xstage.platform import KiB, MiB, Platform
-from xstage.samples import Sample, select
+from xstage.platform import METHODS, KiB, MiB, Platform
+from xstage.samples import Sample, of_table, select
 
 WIDTH, HEIGHT = 3.6, 2.85  # inches; 1 inch = 72 SVG units
 _MARKERS = "os^Dv"
@@ -115,7 +115,7 @@ def period_against_gap(platform: Platform, method: str = "st_global", palette: P
 def isolated_bursts(platform: Platform, method: str = "st_global", palette: Palette = PLAIN) -> Figure:
     """Panel (c): issue time in µs of one burst into an empty path against KiB per producer, with the knee, per producers K."""
     table = platform.method(method)
-    samples = select(platform.samples, method=method, mode="isolated", destination="peer", loaded=False)
+    samples = select(of_table(platform.samples, method), mode="isolated", destination="peer", loaded=False)
     counts = _spread(sorted({s.producers for s in samples}) or [int(max(table.capacity_producers))], 5)
     biggest = counts[-1]
     knee, holds = _knee(platform, method, biggest), float(table.capacity_bytes(biggest)) / biggest
@@ -182,6 +182,11 @@ CHARTS = {
 """The four panels by file name, in the paper's order (a) to (d)."""
 
 
+def charts_of(method: str) -> dict[str, Callable[..., Figure]]:
+    """The panels that a table has: when stores have left the SM is seen in isolated bursts only."""
+    return {n: c for n, c in CHARTS.items() if method in METHODS or n == "isolated-bursts"}
+
+
 def save_charts(folder: str | os.PathLike[str], platform: Platform, formats: Sequence[str] = ("svg", "png")) -> list[Path]:
     """Write every chart of every store method as `<platform>-<method>-<chart>.<format>`; returns the paths.
 
@@ -196,7 +201,7 @@ def save_charts(folder: str | os.PathLike[str], platform: Platform, formats: Seq
     try:
         target.mkdir(parents=True, exist_ok=True)
         for method in platform.methods:
-            for name, chart in CHARTS.items():
+            for name, chart in charts_of(method).items():
                 figure = chart(platform, method)
                 for wanted in formats:
                     path = target / f"{platform.name}-{method}-{name}.{wanted}"
@@ -310,7 +315,7 @@ def _gap_sweep(platform: Platform, method: str) -> tuple[float, list[float], lis
 def _periodic(platform: Platform, method: str) -> list[Sample]:
     """Periodic samples of one direction: `free`, whose window gives the period, or `aligned` where there are none."""
     for mode in ("free", "aligned"):
-        found = select(platform.samples, method=method, mode=mode, loaded=False)
+        found = select(of_table(platform.samples, method), mode=mode, loaded=False)
         if any(s.destination == "peer" for s in found):
             return found
     return []

@@ -24,9 +24,14 @@ from matplotlib.figure import Figure
 from xstage.burst_gap import knee_bytes_per_producer
 from xstage.design import Audit
 from xstage.platform import KiB, MiB, Platform, StoreMethod, check_writable, gallery
-from xstage.report.charts import CHARTS, Palette, svg_text
+from xstage.report.charts import CHARTS, Palette, charts_of, svg_text
+from xstage.samples import of_table
 
-_METHOD_NAMES = {"st_global": "16-byte stores (st_global)", "bulk": "bulk copies from shared memory (bulk)"}
+_METHOD_NAMES = {
+    "st_global": "16-byte stores, until issued (st_global)",
+    "st_global_source_free": "16-byte stores, until they have left the SM (st_global_source_free)",
+    "bulk": "bulk copies, until shared memory is free again (bulk)",
+}
 
 _CAPTIONS = {
     "issue-against-gap": (
@@ -210,12 +215,14 @@ def _gates(platform: Platform) -> str:
 
 def _charts(platform: Platform, method: str) -> str:
     figures = []
-    for i, (name, chart) in enumerate(CHARTS.items()):
+    for name, chart in charts_of(method).items():
         title, said = _CAPTIONS[name]
         ident = f"{method}-{name}"
         svg = _inline_svg(chart(platform, method, _THEMED), ident, f"{title}, {_METHOD_NAMES[method]}, {platform.name}", said)
-        figures.append(f"<figure><h3>({'abcd'[i]}) {_e(title)}</h3>{svg}<figcaption>{_e(said)}</figcaption></figure>")
-    measured = any(s.method == method for s in platform.samples)
+        figures.append(
+            f"<figure><h3>({'abcd'[list(CHARTS).index(name)]}) {_e(title)}</h3>{svg}<figcaption>{_e(said)}</figcaption></figure>"
+        )
+    measured = bool(of_table(platform.samples, method))
     how = (
         "Points are medians over launches and ranks; hollow points were held out of the fit; lines are the model."
         if measured
