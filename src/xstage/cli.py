@@ -79,6 +79,12 @@ def _parser() -> argparse.ArgumentParser:
     v.add_argument("--check", action="store_true", help="exit 1 when a quantity is SLOWER")
     v.add_argument("--json", action="store_true")
 
+    v = verb("bench", _bench, "Benchmarks, and the numbers that README and docs take from result files.")
+    v.add_argument("what", choices=("docs",), help="docs: write results/headline.json and the generated tables anew")
+    v.add_argument("--results", default="results", help="folder of result files (default results)")
+    v.add_argument("--documents", nargs="*", default=["README.md", "docs"], help="markdown files or folders (default README.md docs)")
+    v.add_argument("--check", action="store_true", help="exit 1 when something was not up to date")
+
     v = verb("doctor", _doctor, "Say what runs on this machine, what does not, and the command that mends it.")
     v.add_argument("--check", action="store_true", help="exit 1 when something that calibrate needs is missing")
     v.add_argument("--json", action="store_true")
@@ -130,6 +136,18 @@ def _compare(options: argparse.Namespace) -> int:
     rows = compare(load_platform(options.a), load_platform(options.b), allow_different_gpus=options.different_gpus)
     print(json.dumps(to_json(rows), indent=1) if options.json else text(rows))
     return 1 if options.check and worst(rows) == "SLOWER" else 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from xstage.bench.tables import refresh
+
+    documents = [path for name in options.documents for path in (sorted(Path(name).glob("*.md")) if Path(name).is_dir() else [Path(name)])]
+    changed = refresh(Path(options.results), documents)
+    for path in changed:
+        print(path)
+    return 1 if options.check and changed else 0
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -200,4 +200,5 @@ def _slug(name: str) -> str:
 
 
 def _command() -> str:
-    return " ".join(["xstage", *sys.argv[1:]])
+    """The command line with file names instead of paths: what to type elsewhere, not where this machine keeps things."""
+    return " ".join(["xstage", *(Path(a).name if os.sep in a else a for a in sys.argv[1:])])

@@ -83,9 +83,8 @@ def render(platform: Platform, audits: Sequence[Audit] = (), notes: Sequence[str
     light, dark = (" ".join(f"--{n}: {c};" for n, c in zip(_VARIABLES, colours, strict=True)) for colours in (_LIGHT, _DARK))
     style = f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
     style += (resources.files("xstage.report") / "page.css").read_text(encoding="utf-8")
-    parts = [_head(platform, notes), _numbers(platform), _gates(platform)]
-    parts += [_charts(platform, method) for method in platform.methods]
-    parts += [_audits(audits), _origin(platform)]
+    parts = [_head(platform, notes), *(_charts(platform, method) for method in platform.methods)]
+    parts += [_audits(audits), _numbers(platform), _gates(platform), _origin(platform)]
     title = f"X-Stage of {platform.name}"
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
