@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from xstage.platform import load_platform
+from xstage.samples import read
+
 torch = pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs with peer access"),
 ]
-
-from xstage.platform import load_platform
-from xstage.samples import read
 
 COMMAND = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "xstage", "calibrate"]
 
