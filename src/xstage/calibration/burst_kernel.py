@@ -25,8 +25,8 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils as utils
 from cutlass import Int32, Int64
+from cutlass.memory import SmemAllocator
 
 from xstage.device.clock import now_ns, spin_until_ns, ticks
 from xstage.device.signals import count_relaxed_gpu, fence_sys, publish_relaxed_gpu, wait_count_gpu, wait_word_gpu
@@ -106,7 +106,7 @@ class BurstKernel:
         class Shared:
             tile: cute.struct.Align[cute.struct.MemRange[Int32, _EXCLUSIVE_BYTES // 4], 128]
 
-        tile = utils.SmemAllocator().allocate(Shared).tile.data_ptr()
+        tile = SmemAllocator().allocate(Shared).tile.data_ptr()
         words = cute.make_tensor(tile, cute.make_layout(TILE_BYTES // 4))
         for i in cutlass.range(thread, TILE_BYTES // 4, THREADS, unroll=4):
             words[i] = i ^ (producer << 16)

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -152,8 +151,7 @@ class Launcher:
         self.ring[: self.world * k * b].fill_(0xA5)
         torch.cuda.synchronize()
         barrier()
-        point = Point(method, "isolated", k, b, 0, 4, fan_out=1)
-        self.launch(replace(point, bursts=4))
+        self.launch(Point(method, "isolated", k, b, bursts=4))
         barrier()
         words = self.ring[: 4 * k * b].view(torch.int32).view(4, k, b // 4).cpu()
         barrier()
