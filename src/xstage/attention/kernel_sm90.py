@@ -31,13 +31,15 @@ Not covered: head dims that are not multiples of 16, packed GQA, variable-length
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+import torch
+from cutlass import Float32, Int32, Int64, const_expr
 from flash_attn.cute import utils
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from flash_attn.cute.interface import _tile_size_fwd_sm90
@@ -51,16 +53,12 @@ from quack.cute_dsl_utils import ParamsBase
 from xstage.attention.layout import BLOCK_BITS, HEAD_BITS
 from xstage.device import signals
 
-HEAD_DIMS = (64, 96, 128, 256)
-
 # Words of the control block (local memory, int64); the host makes it, see `op.py`.
 GENERATION, ARRIVALS, FAILED, CONTROL_WORDS = 0, 1, 2, 4
 # Words of a call's description (int64). Addresses of every rank's signal words follow at PEERS.
 SIGNATURE, RANK, TIMEOUT_NS, STATUS_ADDRESS, PEERS = 0, 1, 2, 3, 4
 # A rank's signal words: `entered` of every rank, then `done` of every rank.
 ENTERED, DONE = 0, 1
-
-FINISH = ("wait", "signal", "none")
 
 
 @dataclass
@@ -211,11 +209,11 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
     @cute.jit
     def _wait(self, kind: cutlass.Constexpr[int], peer: Int32) -> Int32:
         """Wait for `peer`'s signal of this call; 1 if it did not come or carried another signature, having left a status word."""
-        generation = self._generation()
+        generation, signature = self._generation(), self._tables.call[SIGNATURE]
         failed = self._control_address(FAILED)
         word = signals.wait_for_generation(self._signal_address(kind, peer), generation, failed, self._tables.call[TIMEOUT_NS])
         late = Int32(word >> 32) - generation < 0
-        other = (word & 0xFFFFFFFF) != self._tables.call[SIGNATURE]
+        other = (word & 0xFFFFFFFF) != signature
         refused = Int32(0)
         if late or other:
             refused = Int32(1)
@@ -296,7 +294,7 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
             if row < seqlen.seqlen_q:
                 address[i] = self._tables.rows[batch_idx, row]
         refused = Int32(0)
-        if const_expr(self.finish != "none"):
+        if const_expr(self.finish != "none"):  # noqa: SIM102 (the outer condition is the compiler's, the inner the thread's)
             if tidx < self.world:
                 refused = self._wait(ENTERED, tidx)
 
@@ -348,14 +346,9 @@ def tile_shape(head_dim: int, causal: bool) -> tuple[int, int]:
 
 @cache
 def compiled(
-    dtype: str, head_dim: int, queries_per_kv: int, causal: bool, world: int, with_lse: bool = False, finish: str = "wait",
-    keep: bool = False,
+    dtype: str, head_dim: int, queries_per_kv: int, causal: bool, world: int, with_lse: bool = False, finish: str = "wait"
 ) -> Any:  # fmt: skip
-    """The kernel for a configuration, compiled once per process (a few seconds).
-
-    Call it as `kernel(q, k, v, q, None, softmax_scale, *[None] * 9, AuxData([tiles, rows, control, call, signals(, lse_rows)], None), None, None)`;
-    see `launch`. `keep` keeps PTX and machine code for inspection.
-    """
+    """The kernel for a configuration, compiled once per process (a few seconds); `launch` calls it."""
     config = _tile_size_fwd_sm90(head_dim, head_dim, causal, False)
     element = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype]
     kernel = AttentionA2ASm90(
@@ -366,17 +359,25 @@ def compiled(
     batch, sequence, heads, kv_heads = (cute.sym_int() for _ in range(4))
     q = make_fake_tensor(element, (batch, sequence, heads, head_dim), divisibility=8)
     k, v = (make_fake_tensor(element, (batch, sequence, kv_heads, head_dim), divisibility=8) for _ in range(2))
-    tiles = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), ctas := cute.sym_int()), stride=(cute.sym_int64(), 1), assumed_align=4)
-    rows = [_int64_table() for _ in range(2 if with_lse else 1)]
+    tiles = _table(Int32)
+    rows = [_table(Int64) for _ in range(2 if with_lse else 1)]
     words = [cute.runtime.make_fake_tensor(Int64, (cute.sym_int(),), stride=(1,), assumed_align=8) for _ in range(3)]
     aux = AuxData([tiles, rows[0], *words, *rows[1:]], None)
-    del ctas
     return cute.compile(
         kernel, q, k, v, q, None, Float32(1.0), *[None] * 9, aux, None, None,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options="--enable-tvm-ffi" + (" --keep-ptx --keep-cubin" if keep else ""),
+        options="--enable-tvm-ffi",
     )  # fmt: skip
 
 
-def _int64_table() -> Any:
-    return cute.runtime.make_fake_tensor(Int64, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1), assumed_align=8)
+def launch(
+    kernel: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, tables: Sequence[torch.Tensor]
+) -> None:  # fmt: skip
+    """Launch on torch's current stream. `tables` in the order of `Tables`; nothing is written but through them."""
+    kernel(q, k, v, q, None, softmax_scale, *[None] * 9, AuxData(list(tables), None), None, None)
+
+
+def _table(element: Any) -> Any:
+    return cute.runtime.make_fake_tensor(
+        element, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1), assumed_align=element.width // 8
+    )

@@ -156,7 +156,9 @@ def split_evenly(total: int, world: int) -> tuple[int, ...]:
     return tuple(total // world + (rank < total % world) for rank in range(world))
 
 
-def head_shards(heads: int, kv_heads: int, world: int, heads_per_rank: Sequence[int] | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def head_shards(
+    heads: int, kv_heads: int, world: int, heads_per_rank: Sequence[int] | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Query heads and key/value heads of each rank. Whole key/value groups stay together.
 
     Args:

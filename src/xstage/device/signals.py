@@ -11,7 +11,6 @@ Not covered: loads from peers, multicast, signals through the bulk engine.
 
 from __future__ import annotations
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
