@@ -72,10 +72,7 @@ def main() -> None:
     for name in sys.argv[1:]:
         kind, dtype, head_dim, group, causal, *rest = name.split(",")
         options = (dtype, int(head_dim), int(group), causal == "1")
-        if kind == "stock":
-            kernel = stock(*options)
-        else:
-            kernel = kernel_sm90.compiled(*options, int(rest[0]), rest[1] == "1", rest[2])
+        kernel = stock(*options) if kind == "stock" else kernel_sm90.compiled(*options, int(rest[0]), rest[1] == "1", rest[2])
         out[name] = {"ptx": content(kernel.__ptx__).decode(), "sass": disassembled(tool, content(kernel.__cubin__))}
     print(json.dumps(out))
 
