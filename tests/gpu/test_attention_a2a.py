@@ -117,7 +117,8 @@ def random_layout(draw: random.Random, sequence: int) -> Any:
         return [b - a for a, b in zip([0, *marks], [*marks, total], strict=True)]
 
     if kind == "one":
-        return SequenceLayout.shards([sequence if r == draw.randrange(WORLD) * 0 + (WORLD - 1) else 0 for r in range(WORLD)])
+        owner = draw.randrange(WORLD)
+        return SequenceLayout.shards([sequence if r == owner else 0 for r in range(WORLD)])
     if kind == "uneven":
         return SequenceLayout.shards(cut(sequence))
     text = draw.randint(1, sequence // 2)

@@ -411,23 +411,34 @@ class AttentionA2A:
             return moved, None
         return moved, self._exchange("lse", rows_first, call).transpose(1, 2)
 
+    def push_targets(self, layout: SequenceLayout, batch: int = 1, turn: int = 0, lse: bool = False) -> list[torch.Tensor]:
+        """Per rank the view [batch, its rows, my heads(, head dim)] of output buffer `turn`: what `serial.push` writes to."""
+        if self._buffer is None:
+            raise XStageError(f"push: this object has no memory that peers can reach ({self.reason or self.mode})")
+        start = _SIGNAL_BYTES + turn * (self._out_bytes + self._lse_bytes) + (self._out_bytes if lse else 0)
+        tail, dtype = ((self.heads,), torch.float32) if lse else ((self.heads, self.head_dim), self.dtype)
+        first = sum(self.heads_per_rank[: self.rank])
+        mine = slice(first, first + self.heads_per_rank[self.rank])
+        return [self._buffer.view(start, (batch, layout.local_rows[rank], *tail), dtype, rank)[:, :, mine] for rank in range(self.world)]
+
+    def barrier(self, channel: int) -> None:
+        """Torch's device-side barrier of all ranks; for the serial baselines, the fused kernel needs none."""
+        if self._buffer is None:
+            raise XStageError(f"barrier: this object has no memory that peers can reach ({self.reason or self.mode})")
+        self._buffer.barrier(channel)
+
     def _push(self, out: torch.Tensor, lse: torch.Tensor | None, call: _Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert self._buffer is not None
         turn = self._turn % self.buffers
         self._turn += 1
         start = _SIGNAL_BYTES + turn * (self._out_bytes + self._lse_bytes)
-        first = sum(self.heads_per_rank[: self.rank])
-        mine = slice(first, first + self.heads_per_rank[self.rank])
-        rows = call.layout.local_rows
-        results: list[Any] = []
-        for x, offset, tail in ((out, start, (self.heads, self.head_dim)), (lse, start + self._out_bytes, (self.heads,))):
-            if x is None:
-                results.append(None)
-                continue
-            views = [self._buffer.view(offset, (call.batch, rows[r], *tail), x.dtype, r) for r in range(self.world)]
-            serial.push(x, call.layout, [view[:, :, mine] for view in views], self.rank, self._buffer.barrier)
-            results.append(views[self.rank])
-        return results[0], None if results[1] is None else results[1].transpose(1, 2)
+        rows = call.layout.local_rows[self.rank]
+        serial.push(out, call.layout, self.push_targets(call.layout, call.batch, turn), self.rank, self.barrier)
+        result = self._buffer.view(start, (call.batch, rows, self.heads, self.head_dim), self.dtype)
+        if lse is None:
+            return result, None
+        serial.push(lse, call.layout, self.push_targets(call.layout, call.batch, turn, lse=True), self.rank, self.barrier)
+        return result, self._buffer.view(start + self._out_bytes, (call.batch, rows, self.heads), torch.float32).transpose(1, 2)
 
     def _exchange(self, name: str, x: torch.Tensor, call: _Call) -> torch.Tensor:
         turn = self._turn % self.buffers
