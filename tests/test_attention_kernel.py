@@ -68,29 +68,35 @@ def test_signals(code: dict[str, dict[str, str]], name: str) -> None:
         assert "atom." not in ptx
         return
     assert len(re.findall(r"st\.release\.sys\.global\.b64", ptx)) == 2  # entered, done
-    assert len(re.findall(r"fence\.acq_rel\.sys", ptx)) == 1
     assert len(re.findall(r"atom\.acq_rel\.gpu\.global\.add", ptx)) == 1
     # First look and spin, for `entered` and with `wait` for `done`.
     assert len(re.findall(r"ld\.acquire\.sys\.global\.b64", ptx)) == (4 if finish == "wait" else 2)
-    order = [ptx.index(mark) for mark in ("atom.acq_rel.gpu.global.add", "fence.acq_rel.sys")]
+    arrival = ptx.index("atom.acq_rel.gpu.global.add")
     done = [m.start() for m in re.finditer(r"st\.release\.sys", ptx)][-1]
     stores = [m.start() for m in re.finditer(r"st\.global\.v4", ptx)]
-    assert max(stores) < order[0] < order[1] < done
+    assert max(stores) < arrival < done
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_staging_lies_on_both_sides_of_the_vote(code: dict[str, dict[str, str]], name: str) -> None:
     ptx = code[name]["ptx"]
-    vote = ptx.index("barrier.cta.red.or.pred")
     first_store = ptx.index("st.global.v4")
-    staged = [m.start() for m in re.finditer(r"stmatrix", ptx)]
-    read = [m.start() for m in re.finditer(r"ld\.shared\.v4", ptx)]
-    assert staged[-1] < vote
-    assert vote < min(r for r in read if r > staged[-1]) < first_store
+    staged = [m.start() for m in re.finditer(r"stmatrix", ptx) if m.start() < first_store][-1]
+    read = min(m.start() for m in re.finditer(r"ld\.shared\.v4", ptx) if m.start() > staged)
+    votes = [m.start() for m in re.finditer(r"barrier\.cta\.red\.or\.pred", ptx)]
+    between = ptx[staged:read]
+    # The first tile of a CTA meets the warp that waited for the peers; later tiles meet only each other.
+    if name.endswith("none"):
+        assert not votes
+    else:
+        assert len(votes) == 2
+        assert "barrier.cta.red.or.pred" in between
+    assert re.search(r"bar\.sync|barrier\.sync", between)
+    assert read < first_store
     # Q's place is given back between reading the tile and storing it.
-    released = [m.start() for m in re.finditer(r"mbarrier\.arrive", ptx) if vote < m.start() < first_store]
+    released = [m.start() for m in re.finditer(r"mbarrier\.arrive", ptx) if read < m.start() < first_store]
     assert len(released) == 1
-    assert "fence.proxy.async" in ptx[vote : released[0]]
+    assert "fence.proxy.async" in ptx[read : released[0]]
 
 
 def test_machine_code_spills_nothing(code: dict[str, dict[str, str]]) -> None:
@@ -102,4 +108,16 @@ def test_machine_code_spills_nothing(code: dict[str, dict[str, str]]) -> None:
     plain = code["fused,bfloat16,128,1,0,2,0,wait"]["sass"]
     assert len(re.findall(r"STG\.E\.128", plain)) == 8
     assert plain.count("HGMMA") == code[STOCK]["sass"].count("HGMMA") > 0
-    assert "MEMBAR.ALL.SYS" in plain or "MEMBAR.SC.SYS" in plain
+    assert len(re.findall(r"MEMBAR\.(?:ALL|SC)\.SYS", plain)) == 2  # the releases of `entered` and `done`, nothing else
+    assert len(re.findall(r"MEMBAR\.(?:ALL|SC)\.GPU", plain)) == 1  # one arrival per CTA
+
+
+def test_warps_keep_to_their_register_budget(code: dict[str, dict[str, str]]) -> None:
+    """The waiting warp lives in the producers' 24 or 32 registers, the stores in the math warps' share."""
+    if not code[STOCK]["sass"]:
+        pytest.skip("no disassembler")
+    for name, kernel in code.items():
+        parts = re.split(r"USETMAXREG\.\w+(?:\.CTAPOOL)?\s+(?:UP\d+, )?(0x[0-9a-f]+)", kernel["sass"])
+        assert len(parts) == 5, name
+        for limit, part in ((parts[1], parts[2]), (parts[3], parts[4])):
+            assert max(int(r) for r in re.findall(r"\bR(\d+)\b", part)) < int(limit, 16), name

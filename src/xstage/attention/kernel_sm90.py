@@ -7,17 +7,18 @@ What is changed of flash-attn-4's `FlashAttentionForwardSm90` (everything else, 
 * `epilogue`: the tile is staged through shared memory as FA4 does it, and each thread stores 16-byte pieces to the address of
   their row, read from a table of one address per row of the sequence (`layout.row_table`). A tile may therefore straddle ranks, and a
   shard may have any size and order, at no cost but one 8-byte load per thread and row, issued before the staging.
-* `load`: one idle warp of CTA 0 publishes `entered` to every rank.
+* `load`: a warp that has nothing to load waits for every rank's `entered` (CTA 0's publishes this rank's first) and joins the math warps in
+  the barrier before their first store. Later tiles of the CTA pay nothing for it.
 * `mma`: after the last tile of a CTA, the arrival that ends in `done`; shared memory of Q is given back to the producer only
   when the epilogue has read the staged tile out of it (FA4 keeps O in Q's place, and never needs it twice).
 
 Causality (PTX memory model), generation g of rank r:
 
 1. Whatever rank r ran before on its stream has read its output buffer. Kernel order puts that before `st.release.sys entered[r] = g`.
-   A peer stores into r's buffer only after `ld.acquire.sys` returned g (one warp, then the CTA barrier that all stores follow).
+   A peer stores into r's buffer only after `ld.acquire.sys` returned g (one warp per CTA, then the CTA barrier that all stores follow).
    So no output is overwritten that r may still be reading, with one static buffer as with alternating ones.
-2. Weak 16-byte stores of a CTA → CTA barrier → `atom.acq_rel.gpu` of one thread → the last CTA's atom observes all of them → fence and
-   `st.release.sys done[me] = g` on every rank. Causality order is transitive, so a rank that acquires `done` of every rank sees every row.
+2. Weak 16-byte stores of a CTA → CTA barrier → `atom.acq_rel.gpu` of one thread → the last CTA's atom observes all of them →
+   `st.release.sys done[me] = g` on every rank (a system-scope fence and a store). Causality order is transitive, so a rank that acquires `done` of every rank sees every row.
 3. The last CTA waits for every `done` with acquire.sys; the kernel ends after it, and the next kernel on the stream is ordered
    after the kernel's end. Kernel completion means: complete output, readable.
 
@@ -59,6 +60,10 @@ GENERATION, ARRIVALS, FAILED, CONTROL_WORDS = 0, 1, 2, 4
 SIGNATURE, RANK, TIMEOUT_NS, STATUS_ADDRESS, PEERS = 0, 1, 2, 3, 4
 # A rank's signal words: `entered` of every rank, then `done` of every rank.
 ENTERED, DONE = 0, 1
+
+# May this CTA store to peers? Unknown until its first tile is staged.
+UNKNOWN, ALLOWED = 0, 1
+ENTRY_BARRIER = 8  # the base class uses 0 to 6
 
 
 @dataclass
@@ -224,6 +229,16 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
         return refused
 
     @cute.jit
+    def _enter(self, lane: Int32) -> None:
+        refused = Int32(0)
+        if lane < self.world:
+            if cute.arch.block_idx()[0] == 0:
+                self._publish(ENTERED, lane)
+            refused = self._wait(ENTERED, lane)
+        # Joined by the math warps before their first store; the barrier carries what was acquired here.
+        signals.barrier_any(refused, ENTRY_BARRIER, self.num_epilogue_threads + 32)
+
+    @cute.jit
     def load(
         self, mQ, mK, mV, sQ, sK, sV, tma_atom_Q, tma_atom_K, tma_atom_V, pipeline_k, pipeline_v, pipeline_q, gmem_tiled_copy_Q,
         mPageTable, blocksparse_tensors, block_info, SeqlenInfoCls, TileSchedulerCls,
@@ -231,9 +246,9 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
         self._tables = TileSchedulerCls.args[0]
         if const_expr(self.finish != "none"):
             thread = cute.arch.thread_idx()[0]
-            # Warp 1 has nothing to load.
-            if cute.arch.block_idx()[0] == 0 and thread >= 32 and thread < 32 + self.world:
-                self._publish(ENTERED, thread - 32)
+            # Warp 1 has nothing to load: it does the waiting, long before the first tile is ready to be stored.
+            if thread >= 32 and thread < 64:
+                self._enter(thread - 32)
         FlashAttentionForwardSm90.load(
             self, mQ, mK, mV, sQ, sK, sV, tma_atom_Q, tma_atom_K, tma_atom_V, pipeline_k, pipeline_v, pipeline_q, gmem_tiled_copy_Q,
             mPageTable, blocksparse_tensors, block_info, SeqlenInfoCls, TileSchedulerCls,
@@ -247,6 +262,8 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
     ):  # fmt: skip
         self._tables = TileSchedulerCls.args[0]
         self._pipeline_q = pipeline_q
+        self._entry = cute.make_rmem_tensor((1,), Int32)
+        self._entry[0] = UNKNOWN if const_expr(self.finish != "none") else ALLOWED
         FlashAttentionForwardSm90.mma(
             self, tiled_mma_qk, tiled_mma_pv, mO, mLSE, sQ, sK, sVt, sP, sO, learnable_sink, pipeline_k, pipeline_v,
             _HeldPipeline(pipeline_q), gmem_tiled_copy_O, tma_atom_O, tidx, softmax_scale_log2, softmax_scale, block_info, SeqlenInfoCls,
@@ -268,7 +285,6 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
                 # The warp barrier carries what thread 0 acquired to the other lanes.
                 cute.arch.sync_warp()
                 if tidx < self.world:
-                    signals.fence_sys()
                     self._publish(DONE, tidx)
                     if const_expr(self.finish == "wait"):
                         self._wait(DONE, tidx)
@@ -293,10 +309,6 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
             row = first_row + tOcO[0, i, 0][0]
             if row < seqlen.seqlen_q:
                 address[i] = self._tables.rows[batch_idx, row]
-        refused = Int32(0)
-        if const_expr(self.finish != "none"):  # noqa: SIM102 (the outer condition is the compiler's, the inner the thread's)
-            if tidx < self.world:
-                refused = self._wait(ENTERED, tidx)
 
         # Stage the tile through shared memory (in Q's place), as the base class does, for stores of 16 bytes.
         rO = cute.make_fragment_like(acc_O, self.dtype)
@@ -305,7 +317,11 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
         store_atom = utils.get_smem_store_atom(self.arch.major * 10 + self.arch.minor, self.dtype)
         store_thread = cute.make_tiled_copy_C(store_atom, tiled_mma).get_slice(tidx)
         cute.copy(store_atom, store_thread.retile(rO), store_thread.partition_D(sO))
-        refused = signals.barrier_any(refused, int(NamedBarrierFwd.Epilogue), self.num_epilogue_threads)
+        if self._entry[0] == UNKNOWN:
+            any_refused = signals.barrier_any(Int32(0), ENTRY_BARRIER, self.num_epilogue_threads + 32)
+            self._entry[0] = ALLOWED + any_refused
+        else:
+            cute.arch.barrier(barrier_id=int(NamedBarrierFwd.Epilogue), number_of_threads=self.num_epilogue_threads)
         tOsO = gmem_thr_copy_O.partition_S(sO)
         tOrO = cute.make_fragment_like(tOsO, self.dtype)
         cute.autovec_copy(tOsO, tOrO)
@@ -314,7 +330,7 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
         cute.arch.sync_warp()
         self._pipeline_q.consumer_release_w_index(0)
 
-        if refused == 0:
+        if self._entry[0] == ALLOWED:
             head_offset = Int64(head_idx) * (self.tile_hdimv * self.dtype.width // 8)
             for i in cutlass.range_constexpr(rows):
                 if address[i] != 0:

@@ -37,11 +37,6 @@ def store_relaxed_sys(address: Int64, word: Int64) -> None:
     cute.arch.inline_ptx("st.relaxed.sys.global.b64 [{$r0}], {$r1};", read_only_args=[address, word])
 
 
-def fence_sys() -> None:
-    """Order this thread's earlier accesses, and all it has acquired, before its later ones for every GPU and the host."""
-    cute.arch.inline_ptx("fence.acq_rel.sys;")
-
-
 def arrive_gpu(address: Int64) -> Int64:
     """Count one arrival; returns how many came before. Releases this CTA's stores, acquires those of the earlier arrivals."""
     return cute.arch.inline_ptx(
