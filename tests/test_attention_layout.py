@@ -60,6 +60,33 @@ def test_every_tile_once(layout, heads, batch, order, causal, ctas, tile_rows, s
     assert (np.diff((table >= 0).astype(int), axis=0) <= 0).all()
 
 
+@settings(max_examples=40, deadline=None)
+@given(layouts(), st.sampled_from(lay.ORDERS), st.booleans(), st.integers(1, 2), st.data())
+def test_following_the_tables_is_the_exchange(layout, order, causal, batch, data) -> None:  # type: ignore[no-untyped-def]
+    """What the kernel does with its tables, in numpy: every output of every rank, byte for byte, and nothing beside it."""
+    counts = data.draw(st.lists(st.integers(1, 3), min_size=layout.world, max_size=layout.world))
+    heads, head_bytes, size = sum(counts), 16, max(layout.local_rows) * sum(counts) * 16 * batch
+    memory = np.full(size * layout.world, -1, np.int64)
+    for rank, count in enumerate(counts):
+        first = sum(counts[:rank])
+        rows = lay.row_table(layout, [size * r for r in range(layout.world)], batch, heads * head_bytes, first * head_bytes)
+        table = lay.tile_table(layout, rank, heads=count, batch=batch, tile_rows=64, ctas=7, order=order, causal=causal)
+        for entry in table[table >= 0]:
+            block, head, b = lay.unpack(entry)
+            for row in range(64 * block, min(64 * block + 64, layout.sequence)):
+                place = rows[b, row] + head * head_bytes
+                assert (memory[place : place + head_bytes] == -1).all()
+                memory[place : place + head_bytes] = (b * heads + first + head) * layout.sequence + row
+    for rank, mine in enumerate(layout.local_rows):
+        used = batch * mine * heads * head_bytes
+        got, rest = np.split(memory[size * rank : size * (rank + 1)], [used])
+        got = got.reshape(batch, mine, heads, head_bytes)
+        owned = np.argsort(np.where(layout.owner == rank, layout.local_row, layout.sequence))[:mine]
+        want = (np.arange(batch)[:, None, None] * heads + np.arange(heads)) * layout.sequence + owned[:, None]
+        assert (got == want[..., None]).all()
+        assert (rest == -1).all()
+
+
 def test_plain_order_is_the_one_of_the_base_kernel() -> None:
     table = lay.tile_table(SequenceLayout.even(512, 2), 0, heads=2, batch=2, tile_rows=128, ctas=None, order="plain")
     block, head, batch = lay.unpack(table[0])

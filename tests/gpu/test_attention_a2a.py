@@ -11,7 +11,7 @@ Under pytest the file starts that command once and reports each section as a tes
   the entry check must fail, or the test proves nothing.
 * mismatch: ranks with different problems are refused on the host, and by the kernel when both problems are known.
 * compile: torch.compile(fullgraph=True). stream: a side stream. dead: a peer that never comes.
-* serial: the push and NCCL paths give the same bits.
+* serial: the push and NCCL paths give the same bits. kernel: so does FA4 through its own output argument (`with_kernel`).
 
 Not covered: more than one host, compute-sanitizer (run it on `--sections random --shapes 5`).
 """
@@ -31,7 +31,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-SECTIONS = ("random", "replay", "delay", "mismatch", "compile", "stream", "serial", "dead")
+SECTIONS = ("random", "replay", "delay", "mismatch", "compile", "stream", "serial", "kernel", "dead")
 
 pytestmark = [
     pytest.mark.gpu,
@@ -352,6 +352,23 @@ def serial_paths(options: argparse.Namespace) -> None:
             settle()
 
 
+def other_kernel(options: argparse.Namespace) -> None:
+    from xstage.attention import serial
+    from xstage.attention.layout import SequenceLayout
+    from xstage.attention.op import AttentionA2A
+
+    sequence, heads = 900, 3
+    layout = SequenceLayout.even(sequence, WORLD)
+    with AttentionA2A(max_sequence=sequence, heads=heads * WORLD, head_dim=128, fallback="error") as attend:
+        other = attend.with_kernel(lambda q, k, v, out: serial.attention(q, k, v, out=out))
+        for i in range(10):
+            x = tensors(1, sequence, heads, heads, 128, torch.bfloat16, 200 + i)
+            want = expected(*x, (heads,) * WORLD, layout, False)[0]
+            assert everywhere(torch.equal(other(*x), want))
+            assert everywhere(torch.equal(attend(*x), want))
+        settle()
+
+
 def dead(options: argparse.Namespace) -> None:
     from xstage.attention.op import AttentionA2A
     from xstage.errors import PeerTimeout
@@ -375,7 +392,7 @@ def dead(options: argparse.Namespace) -> None:
 
 RUNS = {
     "random": random_shapes, "replay": replay, "delay": delay, "mismatch": mismatch, "compile": compiled, "stream": stream,
-    "serial": serial_paths, "dead": dead,
+    "serial": serial_paths, "kernel": other_kernel, "dead": dead,
 }  # fmt: skip
 
 

@@ -18,7 +18,8 @@ Causality (PTX memory model), generation g of rank r:
    A peer stores into r's buffer only after `ld.acquire.sys` returned g (one warp per CTA, then the CTA barrier that all stores follow).
    So no output is overwritten that r may still be reading, with one static buffer as with alternating ones.
 2. Weak 16-byte stores of a CTA → CTA barrier → `atom.acq_rel.gpu` of one thread → the last CTA's atom observes all of them →
-   `st.release.sys done[me] = g` on every rank (a system-scope fence and a store). Causality order is transitive, so a rank that acquires `done` of every rank sees every row.
+   `st.release.sys done[me] = g` on every rank (a system-scope fence and a store). Causality order is transitive, so a rank that
+   acquires `done` of every rank sees every row.
 3. The last CTA waits for every `done` with acquire.sys; the kernel ends after it, and the next kernel on the stream is ordered
    after the kernel's end. Kernel completion means: complete output, readable.
 

@@ -27,7 +27,7 @@ import socket
 import warnings
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -163,7 +163,7 @@ class AttentionA2A:
         self.variant, self.buffers, self.timeout_s = variant or Variant(), buffers, timeout_s
         self._turn, self._closed, self.reason = 0, False, ""
         self._plans: dict[_Call, _Plan] = {}
-        self._agreed: set[_Call] = set()
+        self._agreed: set[tuple[_Call, str]] = set()
         self._exchanges: dict[tuple[Any, ...], serial.NcclExchange] = {}
         self._buffer: SymmetricBuffer | None = None
         number = _next_number(group)
@@ -208,6 +208,37 @@ class AttentionA2A:
             if copy:
                 out, lse = out.clone(), None if lse is None else lse.clone()
         return (out, lse) if return_lse else out
+
+    def with_kernel(self, kernel: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Any]) -> Callable[..., torch.Tensor]:
+        """Another attention kernel, fused without touching it: its output argument lies in the peers' buffers, one launch per destination.
+
+        This is how the paper fuses FA3 (section 5.3). It costs two barriers and short launches, and needs nothing but a strided output.
+
+        Args:
+            kernel: `kernel(q, k, v, out)` with q [batch, some rows, my heads, head dim], k and v of the whole sequence; writes `out`,
+                a strided view of q's shape. Full attention only: a causal kernel would not know which rows it was given.
+
+        Returns:
+            `function(q, k, v, layout=None)` → [batch, my rows, all heads, head dim], a view like the object's own outputs.
+        """
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: SequenceLayout | None = None) -> torch.Tensor:
+            where = _even(q.shape[1], self.world) if layout is None else layout
+            self._validate(q, k, v, where)
+            self._agree(_Call(q.shape[0], where, False, False, self.variant), "shapes (with_kernel)")
+            turn = self._turn % self.buffers
+            self._turn += 1
+            targets = self.push_targets(where, q.shape[0], turn)
+            self.barrier(0)
+            # Own rows last: they need no drain.
+            for s in sorted(where.segments, key=lambda s: (s.rank - self.rank - 1) % self.world):
+                kernel(q[:, s.start : s.start + s.rows], k, v, targets[s.rank][:, s.local_start : s.local_start + s.rows])
+            self.barrier(1)
+            assert self._buffer is not None
+            start = _SIGNAL_BYTES + turn * (self._out_bytes + self._lse_bytes)
+            return self._buffer.view(start, (q.shape[0], where.local_rows[self.rank], self.heads, self.head_dim), self.dtype)
+
+        return attend
 
     def check(self) -> None:
         """Wait for what was launched and raise if a kernel gave up on a peer.
@@ -260,7 +291,7 @@ class AttentionA2A:
         """Symmetric memory on every rank or on none; adds to `reasons` where it failed."""
         self._out_bytes = _round_up(self.max_batch * self.max_local_rows * self.heads * self.head_dim * self.dtype.itemsize, 256)
         self._lse_bytes = _round_up(self.max_batch * self.max_local_rows * self.heads * 4, 256)
-        failure = "" if torch.cuda.device_count() >= 1 else "no GPU"
+        failure = ""
         peers = self._agreement.reach("host", socket.gethostname())
         if len(set(peers)) > 1:
             failure = f"ranks are on different hosts ({', '.join(sorted(set(peers)))})"
@@ -290,9 +321,7 @@ class AttentionA2A:
         if self.mode == "fused":
             self._watch.check()
         call = _Call(q.shape[0], layout, causal, return_lse, variant)
-        if call not in self._agreed:
-            self._agreement.same("shapes", call.to_json())
-            self._agreed.add(call)
+        self._agree(call, "shapes")
         if self.mode == "reference":
             out, lse = reference.attention_a2a(
                 q, k, v, group=self.group, layout=layout, heads_per_rank=self.heads_per_rank, causal=causal, softmax_scale=scale
@@ -302,6 +331,11 @@ class AttentionA2A:
             if self.mode == "fused":
                 return self._fused(q, k, v, scale, call)
             return self._serial(q, k, v, scale, call)
+
+    def _agree(self, call: _Call, what: str) -> None:
+        if (call, what) not in self._agreed:
+            self._agreement.same(what, call.to_json())
+            self._agreed.add((call, what))
 
     def _validate(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: SequenceLayout) -> None:
         if self._closed:
