@@ -219,7 +219,8 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
         failed = self._control_address(FAILED)
         word = signals.wait_for_generation(self._signal_address(kind, peer), generation, failed, self._tables.call[TIMEOUT_NS])
         late = Int32(word >> 32) - generation < 0
-        other = (word & 0xFFFFFFFF) != signature
+        # A peer that does not wait may be a call ahead; its word then says nothing about this one.
+        other = (Int32(word >> 32) == generation) & ((word & 0xFFFFFFFF) != signature)
         refused = Int32(0)
         if late or other:
             refused = Int32(1)
