@@ -170,6 +170,8 @@ def describe_status(word: int, ranks: Sequence[int], rank: int, tag: str, timeou
     where = f"(rank {ranks[rank]}, phase {phase}, tag {tag!r}, call {generation})"
     if reason == 1:
         return f"rank {peer} did not arrive within {timeout_s:g} s {where}; the output is not complete"
+    if reason == 3:
+        return f"rank {peer} gave up on this call, its own error says why {where}; the output is not complete"
     return f"rank {peer} was working on other shapes or another buffer {where}; nothing was stored"
 
 

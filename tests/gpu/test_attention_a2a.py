@@ -387,6 +387,12 @@ def dead(options: argparse.Namespace) -> None:
         with pytest.raises(PeerTimeout):
             attend(*x)
     settle()
+    if RANK != 0:
+        # The late rank must learn that rank 0's rows are missing.
+        attend(*x)
+        with pytest.raises(PeerTimeout, match="rank 0 gave up on this call"):
+            attend.check()
+    settle()
     attend.close()
 
 

@@ -25,8 +25,8 @@ Causality (PTX memory model), generation g of rank r:
 
 The generation lives in device memory and is advanced by the last CTA after every CTA has arrived, so a replayed CUDA graph counts on.
 The arrival (a release) is made once per CTA, not per tile: a release waits for the stores before it, which is what a store's
-issuer must not do. Every wait is bounded; a wait that gave up, or that met another signature, writes a status word and
-stores nothing remote from then on.
+issuer must not do. Every wait is bounded; a wait that gave up, or that met another signature, writes a status word; that rank
+stores nothing from then on, and its `done` says so, so that no peer takes an incomplete output for a complete one.
 
 Not covered: head dims that are not multiples of 16, packed GQA, variable-length batches, bulk-engine stores.
 """
@@ -203,28 +203,33 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
         return Int32(self._tables.control[GENERATION]) + 1
 
     @cute.jit
-    def _word(self) -> Int64:
-        """What this rank publishes in this call."""
-        return (Int64(self._generation()) << 32) | self._tables.call[SIGNATURE]
-
-    @cute.jit
-    def _publish(self, kind: cutlass.Constexpr[int], peer: Int32) -> None:
+    def _publish(self, kind: cutlass.Constexpr[int], peer: Int32, what: Int64) -> None:
+        """Tell `peer` this call's generation and `what` it is about: the signature, or that this rank gave up."""
         slot = 8 * (Int64(kind * self.world) + self._tables.call[RANK])
-        signals.store_release_sys(self._tables.call[PEERS + peer] + slot, self._word())
+        word = (Int64(self._generation()) << 32) | what
+        signals.store_release_sys(self._tables.call[PEERS + peer] + slot, word)
 
     @cute.jit
     def _wait(self, kind: cutlass.Constexpr[int], peer: Int32) -> Int32:
-        """Wait for `peer`'s signal of this call; 1 if it did not come or carried another signature, having left a status word."""
+        """Wait for `peer`'s signal of this call. 1, and a status word, if it did not come, is about something else, or says that
+        the peer gave up; 1 too if this rank has failed before.
+        """
         generation, signature = self._generation(), self._tables.call[SIGNATURE]
         failed = self._control_address(FAILED)
         word = signals.wait_for_generation(self._signal_address(kind, peer), generation, failed, self._tables.call[TIMEOUT_NS])
         late = Int32(word >> 32) - generation < 0
         # A peer that does not wait may be a call ahead; its word then says nothing about this one.
-        other = (Int32(word >> 32) == generation) & ((word & 0xFFFFFFFF) != signature)
+        what = word & 0xFFFFFFFF
+        other = (Int32(word >> 32) == generation) & (what != signature)
+        broken = signals.load_relaxed_gpu(failed) != 0
         refused = Int32(0)
-        if late or other:
+        if late or other or broken:
             refused = Int32(1)
-            reason = Int64(signals.TIMED_OUT) if late else Int64(signals.MISMATCH)
+            reason = Int64(signals.MISMATCH)
+            if what == signals.GAVE_UP:
+                reason = Int64(signals.PEER_GAVE_UP)
+            if late:
+                reason = Int64(signals.TIMED_OUT)
             status = (Int64(generation) << 32) | (reason << 16) | (Int64(peer) << 8) | Int64(kind + 1)
             if signals.claim_gpu(failed, status) == 0:
                 signals.store_relaxed_sys(self._tables.call[STATUS_ADDRESS], status)
@@ -235,7 +240,7 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
         refused = Int32(0)
         if lane < self.world:
             if cute.arch.block_idx()[0] == 0:
-                self._publish(ENTERED, lane)
+                self._publish(ENTERED, lane, self._tables.call[SIGNATURE])
             refused = self._wait(ENTERED, lane)
         # Joined by the math warps before their first store; the barrier carries what was acquired here.
         signals.barrier_any(refused, ENTRY_BARRIER, self.num_epilogue_threads + 32)
@@ -287,7 +292,11 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
                 # The warp barrier carries what thread 0 acquired to the other lanes.
                 cute.arch.sync_warp()
                 if tidx < self.world:
-                    self._publish(DONE, tidx)
+                    # A CTA that refused stored nothing: peers must not take this rank's rows for complete.
+                    what = self._tables.call[SIGNATURE]
+                    if signals.load_relaxed_gpu(self._control_address(FAILED)) != 0:
+                        what = Int64(signals.GAVE_UP)
+                    self._publish(DONE, tidx, what)
                     if const_expr(self.finish == "wait"):
                         self._wait(DONE, tidx)
                 cute.arch.sync_warp()

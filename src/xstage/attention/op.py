@@ -406,7 +406,7 @@ class AttentionA2A:
             bases, lse_bases = self._bases(variant.stores, start, plan.keep)
             rows = lay.row_table(layout, bases, batch, row_bytes, first_head * self.head_dim * self.dtype.itemsize)
             lse_rows = lay.row_table(layout, lse_bases, batch, self.heads * 4, first_head * 4)
-            signature = zlib.crc32(json.dumps([call.to_json(), turn], sort_keys=True).encode())
+            signature = zlib.crc32(json.dumps([call.to_json(), turn], sort_keys=True).encode()) & 0x7FFFFFFF
             words = [signature, self.rank, int(self.timeout_s * 1e9), self._watch.address, *self._buffer.addresses]
             mine = layout.local_rows[self.rank]
             plan.rows.append(self._to_device(rows))

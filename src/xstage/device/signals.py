@@ -14,7 +14,9 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-TIMED_OUT, MISMATCH = 1, 2
+# Why a wait failed (status words), and what a rank that failed publishes instead of its signature (signatures have 31 bits).
+TIMED_OUT, MISMATCH, PEER_GAVE_UP = 1, 2, 3
+GAVE_UP = 0xFFFFFFFF
 
 
 def store_release_sys(address: Int64, word: Int64) -> None:
