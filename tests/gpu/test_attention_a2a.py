@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 import time
@@ -43,9 +42,8 @@ _report: dict[str, str] = {}
 @pytest.mark.parametrize("section", SECTIONS)
 def test_section(section: str) -> None:
     if not _report:
-        launcher = shutil.which("torchrun") or "torchrun"
         run = subprocess.run(
-            [launcher, "--nproc-per-node", "2", "--master-port", "29571", __file__, "--report"],
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29571", __file__, "--report"],
             capture_output=True,
             text=True,
             timeout=1200,
