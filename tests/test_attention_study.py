@@ -79,8 +79,8 @@ def test_prediction_prefers_the_order_that_auto_takes() -> None:
     layout = SequenceLayout.even(16384, 2)
     predicted = {}
     for order in ("plain", "alternating", "own_last"):
-        table = lay.tile_table(layout, 0, heads=4, batch=1, tile_rows=128, ctas=132, order=order, capacity_tiles=99)
-        predicted[order] = study.predicted_residual_ns(lay.remote_tiles(table, layout, 0, 128), 32 * KiB, platform())
+        table = lay.tile_table(layout, 0, heads=4, batch=1, tile_rows=128, wave=132, order=order, capacity_tiles=99)
+        predicted[order] = study.predicted_residual_ns(lay.remote_tiles(table, layout, 0, 128, 132), 32 * KiB, platform())
     assert choose_order("auto", 512 / 132, False) == "own_last"
     assert predicted["own_last"] < predicted["alternating"] <= predicted["plain"]
     assert choose_order("auto", 1.9, False) == choose_order("auto", 30, True) == "alternating"

@@ -145,7 +145,7 @@ def random_shapes(options: argparse.Namespace) -> None:
             for _ in range(-(-options.shapes // len(configurations))):
                 sequence = draw.choice([draw.randint(1, 300), draw.randint(1, most), 128 * draw.randint(1, most // 128)])
                 layout, batch = random_layout(draw, sequence), draw.randint(1, batches)
-                variant = Variant(order=draw.choice(["auto", *ORDERS]), persistent=draw.random() < 0.75)
+                variant = Variant(order=draw.choice(["auto", *ORDERS]))
                 q, k, v = tensors(batch, sequence, counts[RANK], kv_counts[RANK], head_dim, dtype, done)
                 want, want_lse = expected(q, k, v, counts, layout, causal)
                 assert attend._buffer is not None

@@ -22,7 +22,6 @@ Not covered: rows that more than one rank owns (replicated text), schedules that
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -200,15 +199,15 @@ def block_owner(layout: SequenceLayout, tile_rows: int) -> NDArray[np.int64]:
 
 
 def tile_table(
-    layout: SequenceLayout, rank: int, *, heads: int, batch: int, tile_rows: int, ctas: int | None, order: str, causal: bool = False,
+    layout: SequenceLayout, rank: int, *, heads: int, batch: int, tile_rows: int, wave: int, order: str, causal: bool = False,
     capacity_tiles: int | None = None, heads_per_section: int = 1,
 ) -> NDArray[np.int32]:  # fmt: skip
-    """int32 [rounds + 1, CTAs]: column c is what CTA c computes, first to last; -1 ends it (the last row is always -1).
+    """int32 [tiles]: the tiles of a rank in the order in which they are issued, one CTA each.
 
     Args:
         rank: whose table this is. heads: query heads of that rank. tile_rows: query rows per tile.
-        ctas: CTAs of a persistent kernel, or None for one CTA per tile, issued in list order.
-        order: one of `ORDERS`.
+        wave: CTAs that run at the same time.
+        order: one of `ORDERS`; causal tiles come longest first in every order.
         capacity_tiles: remote tiles that one wave can send without a stall, Q / tile bytes (`own_last` only). None: a whole wave.
         heads_per_section: heads whose keys and values fit the L2 cache together (causal order).
 
@@ -223,18 +222,13 @@ def tile_table(
             raise XStageError(f"{name}: {value} {'query blocks' if name == 'sequence' else name}; the limit is {1 << bits}")
     sections = [(b, h) for b in range(batch) for h in range(heads)]
     if causal:
-        return _longest_first(sections, blocks, ctas, mixed=order in ("alternating", "own_last"), heads_per_section=heads_per_section)
+        groups = [sections[i : i + heads_per_section] for i in range(0, len(sections), heads_per_section)]
+        return np.asarray([_entry(block, h, b) for group in groups for block in reversed(range(blocks)) for b, h in group], np.int32)
     owners = block_owner(layout, tile_rows)
     tiles = [_entry(block, h, b) for b, h in sections for block in _head_order(owners, rank, layout.world, order)]
-    if order == "own_last" and ctas is not None and len(tiles) > ctas:
-        tiles = _own_last(tiles, owners, rank, ctas, ctas if capacity_tiles is None else capacity_tiles)
-    if ctas is None:
-        return np.asarray([tiles, [-1] * len(tiles)], np.int32)
-    ctas = min(ctas, len(tiles))
-    rounds = -(-len(tiles) // ctas)
-    table = np.full((rounds + 1, ctas), -1, np.int32)
-    table.reshape(-1)[: len(tiles)] = tiles
-    return table
+    if order == "own_last" and len(tiles) > wave:
+        tiles = _own_last(tiles, owners, rank, wave, wave if capacity_tiles is None else capacity_tiles)
+    return np.asarray(tiles, np.int32)
 
 
 def unpack(entry: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
@@ -242,10 +236,11 @@ def unpack(entry: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int3
     return entry & ((1 << BLOCK_BITS) - 1), (entry >> BLOCK_BITS) & ((1 << HEAD_BITS) - 1), entry >> (BLOCK_BITS + HEAD_BITS)
 
 
-def remote_tiles(table: NDArray[np.int32], layout: SequenceLayout, rank: int, tile_rows: int) -> list[int]:
-    """Tiles of each round that leave the rank: each is a burst of that many times the tile's bytes."""
+def remote_tiles(table: NDArray[np.int32], layout: SequenceLayout, rank: int, tile_rows: int, wave: int) -> list[int]:
+    """Tiles of each wave that leave the rank: each is a burst of that many times the tile's bytes, if the wave ends together."""
     owners = block_owner(layout, tile_rows)
-    return [int((owners[unpack(row[row >= 0])[0]] != rank).sum()) for row in table[:-1]]
+    away = owners[unpack(table)[0]] != rank
+    return [int(away[start : start + wave].sum()) for start in range(0, len(table), wave)]
 
 
 def _entry(block: int, head: int, batch: int) -> int:
@@ -283,23 +278,3 @@ def _own_last(tiles: list[int], owners: NDArray[np.int64], rank: int, ctas: int,
 def _merge(first: list[int], second: list[int]) -> list[int]:
     keyed = [((i + 0.5) / len(part), side, tile) for side, part in enumerate((first, second)) for i, tile in enumerate(part)]
     return [tile for *_, tile in sorted(keyed)]
-
-
-def _longest_first(
-    sections: list[tuple[int, int]], blocks: int, ctas: int | None, *, mixed: bool, heads_per_section: int
-) -> NDArray[np.int32]:
-    groups = [sections[i : i + heads_per_section] for i in range(0, len(sections), heads_per_section)]
-    tiles = [(block, h, b) for group in groups for block in reversed(range(blocks)) for b, h in group]
-    if ctas is None:
-        return np.asarray([[_entry(*t) for t in tiles], [-1] * len(tiles)], np.int32)
-    ctas = min(ctas, len(tiles))
-    loads = [(0, c) for c in range(ctas)]
-    columns: list[list[int]] = [[] for _ in range(ctas)]
-    for block, h, b in sorted(tiles, key=lambda t: -t[0]) if len(groups) > 1 else tiles:
-        load, cta = heapq.heappop(loads)
-        columns[cta].append(_entry(block, h, b))
-        heapq.heappush(loads, (load + block + 1, cta))  # a tile's length grows with the keys it may see
-    table = np.full((max(map(len, columns)) + 1, ctas), -1, np.int32)
-    for cta, column in enumerate(columns):
-        table[: len(column), cta] = column[::-1] if mixed and cta % 2 else column
-    return table

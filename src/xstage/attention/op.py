@@ -60,14 +60,12 @@ class Variant:
 
     Attributes:
         order: one of `layout.ORDERS`, or `auto`: `own_last` from three waves on, `alternating` below and for causal attention.
-        persistent: one CTA per SM that walks its tiles, or one CTA per tile.
         stores: `owner`; `local` (every row into this rank's own memory: the control) or `remote` (every row to the next rank).
-        finish: `wait` (the kernel ends when the output is complete), `signal` (it ends without waiting for peers: sender-visible
+        finish: `wait` (the call ends when the output is complete), `signal` (it ends without waiting for peers: sender-visible
             time), `none` (no protocol at all).
     """
 
     order: str = "auto"
-    persistent: bool = True
     stores: str = "owner"
     finish: str = "wait"
 
@@ -95,7 +93,7 @@ class _Call:
         return {
             "batch": self.batch, "sequence": self.layout.sequence, "rows per rank": list(self.layout.local_rows),
             "layout": self.layout.flat, "causal": self.causal, "return_lse": self.return_lse,
-            "variant": [self.variant.order, self.variant.persistent, self.variant.stores, self.variant.finish],
+            "variant": [self.variant.order, self.variant.stores, self.variant.finish],
         }  # fmt: skip
 
 
@@ -304,7 +302,7 @@ class AttentionA2A:
         if any(failures):
             self._buffer = None
             return [reason or failure for reason, failure in zip(reasons, failures, strict=True)]
-        self._control = torch.zeros(4, dtype=torch.int64, device=self.device)
+        self._control = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._watch = Watch(self.group, self.tag, self.timeout_s)
         self._signals = self._buffer.view(0, (2 * self.world,), torch.int64) if self._buffer else None
         return reasons
@@ -371,7 +369,7 @@ class AttentionA2A:
                 raise XStageError("attend: call it once with these shapes before capturing a CUDA graph")
             plan = self._plans[call] = self._plan(call)
         kernel = kernel_sm90.compiled(
-            str(self.dtype).removeprefix("torch."), self.head_dim, group, call.causal, self.world, call.return_lse, variant.finish
+            str(self.dtype).removeprefix("torch."), self.head_dim, group, call.causal, self.world, call.return_lse, variant.finish != "none"
         )
         turn = self._turn % self.buffers
         self._turn += 1
@@ -380,6 +378,8 @@ class AttentionA2A:
         if call.return_lse:
             tables.append(plan.lse_rows[turn])
         kernel_sm90.launch(kernel, q, k, v, scale, tables)
+        if variant.finish != "none":
+            kernel_sm90.compiled_finish(self.world, variant.finish == "wait")(self._control, plan.calls[turn], self._signals)
         return plan.outs[turn], plan.lses[turn].transpose(1, 2) if call.return_lse else None
 
     def _plan(self, call: _Call) -> _Plan:
@@ -393,7 +393,7 @@ class AttentionA2A:
         kv_bytes = 2 * layout.sequence * self.head_dim * self.dtype.itemsize
         waves = -(-layout.sequence // tile_rows) * heads * batch / sms
         table = lay.tile_table(
-            layout, self.rank, heads=heads, batch=batch, tile_rows=tile_rows, ctas=sms if variant.persistent else None,
+            layout, self.rank, heads=heads, batch=batch, tile_rows=tile_rows, wave=sms,
             order=choose_order(variant.order, waves, call.causal), causal=call.causal,
             capacity_tiles=min(sms, sms * _KNEE_BYTES_PER_SM // tile_bytes),
             heads_per_section=1 << max(0, (_L2_BYTES // kv_bytes).bit_length() - 1),

@@ -8,7 +8,6 @@ Each row is a shape: heads per rank H, whole sequence M, head dim 128, batch 1, 
   no protocol on either side; `plain`, `alternating`, `own_last`, `remote` show what the order of destinations does to it.
 * Readiness: `fused` (kernel ends when its output is complete) over `auto`.
 * Speedup: `fused` against the paper's serial baseline (`nccl`, eager with permutations) and the strongest serial one of the row.
-* `per_tile`: one CTA per tile. Each then ends with a release of its own, which waits for its stores: the completion-coupled way.
 
 The prediction of E_res comes from the tile table and a platform file alone (`predicted_residual_ns`), with nothing refitted.
 
@@ -47,7 +46,6 @@ FUSED = {
     "plain": Variant(order="plain", finish="signal"),
     "alternating": Variant(order="alternating", finish="signal"),
     "own_last": Variant(order="own_last", finish="signal"),
-    "per_tile": Variant(order="alternating", persistent=False, finish="signal"),
     "fused": Variant(),
 }
 SERIAL = ("nccl", "nccl_graph", "push_graph")
@@ -75,7 +73,7 @@ def derived(times: dict[str, timing.Times]) -> dict[str, float]:
         ("residual_ns", "auto", "local"), ("residual_over_fa4_ns", "auto", "fa4"), ("residual_stores_ns", "stores", "local_stores"),
         ("residual_plain_ns", "plain", "local"), ("residual_alternating_ns", "alternating", "local"),
         ("residual_own_last_ns", "own_last", "local"), ("residual_remote_ns", "remote", "local_stores"),
-        ("residual_per_tile_ns", "per_tile", "local"), ("readiness_ns", "fused", "auto"), ("kernel_over_fa4_ns", "local_stores", "fa4"),
+        ("readiness_ns", "fused", "auto"), ("kernel_over_fa4_ns", "local_stores", "fa4"),
     ):  # fmt: skip
         if top in t and bottom in t:
             answers[name] = round(t[top] - t[bottom], 1)
@@ -191,9 +189,9 @@ def _row(heads: int, sequence: int, wanted: Sequence[str], rounds: int, pause_s:
 def _remote_tiles(layout: SequenceLayout, rank: int, heads: int, order: str, sms: int) -> list[int]:
     waves = -(-layout.sequence // 128) * heads / sms
     table = lay.tile_table(
-        layout, rank, heads=heads, batch=1, tile_rows=128, ctas=sms, order=choose_order(order, waves, False), capacity_tiles=sms * 24 // 32
+        layout, rank, heads=heads, batch=1, tile_rows=128, wave=sms, order=choose_order(order, waves, False), capacity_tiles=sms * 24 // 32
     )
-    return lay.remote_tiles(table, layout, rank, 128)
+    return lay.remote_tiles(table, layout, rank, 128, sms)
 
 
 def _start_group() -> None:
