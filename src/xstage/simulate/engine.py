@@ -221,6 +221,7 @@ def _run(  # type: ignore[no-untyped-def]
                     if done2[row] == pairs2 and ring > 0:
                         other = ring_list[row]
                         while other >= 0:
+                            wait_kind[other] = 0
                             runnable[run_n] = other
                             run_n += 1
                             other = next_waiter[other]
@@ -249,6 +250,7 @@ def _run(  # type: ignore[no-untyped-def]
                     if done1[row] == pairs1:
                         other = ready_list[row]
                         while other >= 0:
+                            wait_kind[other] = 0
                             runnable[run_n] = other
                             run_n += 1
                             other = next_waiter[other]
@@ -351,8 +353,9 @@ def _run(  # type: ignore[no-untyped-def]
                 stall[tile] = over - mma_end[tile]
             tile_of[owner] = -1
             left -= 1
-            runnable[run_n] = g
-            run_n += 1
+            if wait_kind[g] == 0:  # with two roles the instance may be waiting already
+                runnable[run_n] = g
+                run_n += 1
         elif kind == 3:
             q = limit
         elif kind == 4:
@@ -362,6 +365,7 @@ def _run(  # type: ignore[no-untyped-def]
             while disp_n > 0 and disp_t[0] <= dispatched:
                 g = disp_o[0]
                 disp_n = _pop(disp_t, disp_o, disp_n)
+                wait_kind[g] = 0
                 woken[g] = now
                 runnable[run_n] = g
                 run_n += 1
