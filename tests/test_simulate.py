@@ -73,7 +73,7 @@ def test_isolated_burst_follows_the_capacity_bound():
 def test_completion_coupled_pays_the_sum():
     """Equation of section 3.4: the issuer that waits takes G + V/R, with G the gap of its own role."""
     t = run_order(linear2(), 148, LINK, 0, 4000, 43008, 1140, roles="registers", completion_coupled=True)
-    starts = np.sort(t.store_start[:: 148])
+    starts = np.sort(t.store_start[::148])
     assert np.diff(starts).mean() == pytest.approx(4000 + 148 * 43008 / 700, rel=0.01)
 
 

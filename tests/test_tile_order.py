@@ -1,6 +1,6 @@
 """Covered: every order as a property over random routings and instance counts, Algorithm 1 against a literal transcription, closed
 forms of section 4.2 by hand-computed numbers, the checker itself on broken orders.
-Not covered: a kernel that runs the cursor steps (that is tested where kernels are)."""
+Not covered: a kernel that runs the cursor steps on a GPU; here one is compiled with them."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_closed_forms():
 def test_columns_of_a_pair():
     assert [to.tile_column(k, 4, 2, r) for k in (4, 5) for r in (0, 1)] == [0, 1, 2, 3]
     assert to.tile_row(9, 4) == 2
-    assert [to.interleaved_need(p, 3, 5) for p in range(5)] == [3, 4, 5, 5, 5]
+    assert to.interleaved(5, 1, 1, 3).need == (3, 4, 5, 5, 5)
 
 
 def test_checker_finds_broken_orders():
@@ -130,3 +130,12 @@ def test_checker_finds_broken_orders():
         to.interleaved(4, 2, 2, 0)
     with pytest.raises(ValueError, match="experts_per_wave: 0"):
         to.expert_wave([1], 2, 2, 0)
+
+
+def test_the_same_cursor_steps_compile_in_a_kernel(monkeypatch):
+    """CuTe DSL traces `tile_row` and `takes_linear2` unchanged with run-time integers."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    import cute_cursor  # kernels need a source file of their own
+
+    assert cute_cursor.compile_cursor() is not None

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xstage import tile_order
 from xstage.errors import XStageError
@@ -81,6 +83,21 @@ class Plan:
     def gain(self) -> float:
         """Predicted time of the baseline over the choice's."""
         return self.baseline.time_ns / self.choice.time_ns if self.choice.time_ns else 1.0
+
+    def describe(self) -> list[str]:
+        """Warnings, the reason, and every candidate with its error band, as lines for people."""
+        lines = [f"warning: {w}" for w in self.warnings]
+        lines += [f"{self.workload} on {self.platform}: {self.reason}", f"D_knee {self.lead_knee}; predicted times:"]
+        for c in self.candidates:
+            mark = "→" if c == self.choice else "·" if c == self.baseline else " "
+            lines.append(
+                f" {mark} {c.time_ns / 1e3:9.1f} µs ±{c.error_ns / 1e3:.0f}  {c.label}{' (baseline)' if c == self.baseline else ''}"
+            )
+        return lines
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for machines; times in ns."""
+        return {**asdict(self), "gain": self.gain, "predicted": True}
 
 
 def plan(
@@ -158,7 +175,8 @@ def plan(
             else ("waits for data", baseline.waiting_ns, choice.waiting_ns)
         )
         reason = (
-            f"Use {choice.label}: it saves {saved / 1e3:.0f} µs of {baseline.time_ns / 1e3:.0f} µs (error ±{baseline.error_ns / 1e3:.0f} µs), "
+            f"Use {choice.label}: it saves {saved / 1e3:.0f} µs of {baseline.time_ns / 1e3:.0f} µs "
+            f"(error ±{baseline.error_ns / 1e3:.0f} µs), "
             f"mostly because {why[0]} fall from {why[1] / 1e3:.0f} to {why[2] / 1e3:.0f} µs."
         )
     warnings = [f"lead_rows: {d} is below D_knee = {knee}; instances will wait for each other" for d in chosen_leads if d < knee]
@@ -172,7 +190,7 @@ def lead_sweep(
     lead_factors: Sequence[float],
     locality: Locality = PAPER_LOCALITY,
     threads: int = 2,
-) -> np.ndarray:  # type: ignore[type-arg]
+) -> NDArray[np.float64]:
     """Times in ns of the interleaved order, shape (workloads, lead_factors): D = factor · D_knee, at least 1. Threads run in parallel."""
 
     def one(job: tuple[MoEWorkload, float]) -> float:
@@ -246,9 +264,10 @@ def _candidate(run: MoERun, order: str, lead: int | None, method: str) -> Candid
     w = run.workload
     per_instance = run.order.rows * w.pairs2 / run.timeline.instances
     error = ERROR_PER_TILE_NS * per_instance * w.tile_m / 192
-    return Candidate(order, lead, method, w.slots, w.tile_m, run.time_ns, error, run.span_ns, run.stall_ns, *list(run.breakdown_ns.values())[1:])
+    return Candidate(
+        order, lead, method, w.slots, w.tile_m, run.time_ns, error, run.span_ns, run.stall_ns, *list(run.breakdown_ns.values())[1:]
+    )
 
 
 def _changes(candidate: Candidate, baseline: Candidate) -> int:
     return sum(getattr(candidate, f) != getattr(baseline, f) for f in ("order", "method", "slots", "tile_m"))
-

@@ -40,7 +40,7 @@ NO_LAG = -(1 << 30)
 # ---- cursor steps: integers only, shared with kernels ---------------------------------------------------------------------
 
 
-def takes_linear2(k1, k2, end1, end2, pairs1, need_row, lag):  # type: ignore[no-untyped-def]
+def takes_linear2(k1: int, k2: int, end1: int, end2: int, pairs1: int, need_row: int, lag: int) -> bool:
     """True when the next tile is a Linear-2 tile (lines 6 and 9 of Algorithm 1, for every order).
 
     Args:
@@ -50,20 +50,19 @@ def takes_linear2(k1, k2, end1, end2, pairs1, need_row, lag):  # type: ignore[no
     return (k2 < end2) & ((k1 >= end1) | ((k1 // pairs1 >= need_row) & (k1 >= k2 + lag)))
 
 
-def tile_row(k, pairs):  # type: ignore[no-untyped-def]
+def tile_row(k: int, pairs: int) -> int:
     """Row p of tile k: ⌊k / P⌋."""
     return k // pairs
 
 
-def tile_column(k, pairs, ctas, role):  # type: ignore[no-untyped-def]
+def tile_column(k: int, pairs: int, ctas: int, role: int) -> int:
     """Column n of tile k for one CTA of a cluster: n = c·(k mod P) + r with c CTAs (2 for pairs) and role r."""
     return ctas * (k % pairs) + role
 
 
-def interleaved_need(row, lead_rows, last_row):  # type: ignore[no-untyped-def]
-    """need[row] of the interleaved order, p + D; past the last row only the end of Linear-1 will do."""
-    need = row + lead_rows
-    return need - (need > last_row) * (need - last_row)
+def interleaved_need(row: int, lead_rows: int) -> int:
+    """need[row] of the interleaved order: p + D. Where that is `rows` or more, `takes_linear2` waits for the end of Linear-1."""
+    return row + lead_rows
 
 
 # ---- orders -----------------------------------------------------------------------------------------------------------------
@@ -155,7 +154,7 @@ def expert_wave(rows_per_expert: Sequence[int], pairs1: int, pairs2: int, expert
 def interleaved(rows: int, pairs1: int, pairs2: int, lead_rows: int) -> TileOrder:
     """Algorithm 1: Linear-2 as soon as its row is `lead_rows` (D ≥ 1) behind Linear-1's row, else Linear-1."""
     _check(pairs1, pairs2, lead_rows=lead_rows)
-    return TileOrder("interleaved", tuple(interleaved_need(p, lead_rows, rows) for p in range(rows)), pairs1, pairs2)
+    return TileOrder("interleaved", tuple(min(interleaved_need(p, lead_rows), rows) for p in range(rows)), pairs1, pairs2)
 
 
 def alternating(rows: int, pairs1: int, pairs2: int, lead_rows: int, instances: int) -> TileOrder:

@@ -36,7 +36,9 @@ def speedups(result: dict[str, Any]) -> Any:
     axis.axhline(1, color=PAPER, linewidth=0.8)
     axis.axhline(paper["geomean"], color=PAPER, linestyle=":", linewidth=1, label=f"paper's geometric mean {paper['geomean']}")
     synthetic = {r["model"] for r in rows if r["synthetic"]}
-    axis.set_xticks([i * 14 + 5.4 for i in range(len(models))], [m + (" (synthetic)" if m in synthetic else "") for m in models], fontsize=8)
+    axis.set_xticks(
+        [i * 14 + 5.4 for i in range(len(models))], [m + (" (synthetic)" if m in synthetic else "") for m in models], fontsize=8
+    )
     axis.set_ylabel("interleaved over expert-wave, ×")
     axis.set_title(
         f"{len(rows)} configurations, {SIMULATED}: geometric mean {summary['geomean']:.2f} (paper {paper['geomean']}), "
@@ -197,6 +199,7 @@ CHARTS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
 def write_all(results: Path, out: Path, kind: str = "svg") -> list[Path]:
     """Draw every chart whose result file exists in `results` into `out`; returns the files."""
     out.mkdir(parents=True, exist_ok=True)
+    plt.rcParams["svg.hashsalt"] = "xstage"  # the same file for the same data
     written = []
     for name, (study, draw) in CHARTS.items():
         source = results / f"{study}.json"

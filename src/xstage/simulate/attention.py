@@ -21,7 +21,7 @@ import numpy as np
 
 from xstage.errors import XStageError
 from xstage.platform import Platform
-from xstage.simulate.engine import Link, Timeline, run_order
+from xstage.simulate.engine import Floats, Link, Timeline, run_order
 from xstage.simulate.mega_moe import DUPLEX
 from xstage.tile_order import NO_LAG, TileOrder
 
@@ -113,10 +113,8 @@ def simulate_attention(
     if qloop <= 0:
         raise XStageError(f"attention_ns: {w.attention_ns:g} is less than the issue floor of its {waves} waves")
     block = np.arange(tiles) * w.tiles_per_cta % blocks
-    if w.destinations == "plain":
-        local = block // (blocks // w.ranks) == 0
-    else:
-        local = block // w.tiles_per_cta % w.ranks == 0
+    plain = w.destinations == "plain"
+    local = block // (blocks // w.ranks) == 0 if plain else block // w.tiles_per_cta % w.ranks == 0
     order = TileOrder("attention", tuple(range(1, tiles + 1)), 0, 1, NO_LAG)
     link = Link(
         amount / floor,
@@ -126,7 +124,7 @@ def simulate_attention(
     )
     sent = np.where(local, 0.0, amount) if w.ranks > 1 else np.zeros(tiles)
 
-    def run(where: Link, stores: np.ndarray, coupled: bool) -> Timeline:  # type: ignore[type-arg]
+    def run(where: Link, stores: Floats, coupled: bool) -> Timeline:
         return run_order(order, sms, where, 0.0, qloop, stores, floor, roles=w.roles, slots=2, completion_coupled=coupled, trace=trace)
 
     timeline = run(link, sent, completion_coupled)

@@ -38,7 +38,7 @@ try:
 
     COMPILED = os.environ.get("NUMBA_DISABLE_JIT", "0") in ("", "0")
     _jit = numba.njit(cache=True, fastmath=False, nogil=True)
-except ImportError:  # the model works without, two orders of magnitude slower
+except ImportError:  # the same source runs interpreted, far slower
     COMPILED = False
 
     def _jit(function: Any) -> Any:
@@ -519,7 +519,8 @@ def run_order(
     if left:
         raise XStageError(_waiting(order, wait_kind, wait_tile, int(left)))
     makespan = float(out[4].max()) if tiles else 0.0
-    return Timeline(order, instances, *out, makespan_ns=makespan, drained_ns=max(float(now), makespan), flow=flow[:used])
+    a, b, c, d, e, f = out
+    return Timeline(order, instances, a, b, c, d, e, f, makespan, max(float(now), makespan), flow[:used])
 
 
 def _waiting(order: tile_order.TileOrder, kind: Ints, tile: Ints, left: int) -> str:

@@ -67,12 +67,6 @@ def _spread(a, b, c):  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _spread(a, b, c):  # type: ignore[no-untyped-def]
-    """A fixed number in [−1, 1) for three integers."""
-    return (((a * 7919 + b * 131 + c) * 40503) & 65535) / 32768.0 - 1.0
-
-
-@_jit
 def _steps(  # type: ignore[no-untyped-def]
     layers, row_index, lengths, share, fill, pairs1, most, step, mma1, mma2, jitter, epilogue1, staging, amount, speed, rate, capacity,
     spans, stalls,

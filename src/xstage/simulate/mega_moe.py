@@ -21,7 +21,7 @@ top-k reduction, launch and barrier times, and mainloop times that change with c
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -169,9 +169,7 @@ def tile_store_bytes(workload: MoEWorkload) -> float:
     return workload.tile_m * workload.tile_n * 2 * (workload.ranks - 1) / workload.ranks
 
 
-def make_link(
-    workload: MoEWorkload, platform: Platform, method: str = "st_global", remote: bool = True, duplex: float = DUPLEX
-) -> Link:
+def make_link(workload: MoEWorkload, platform: Platform, method: str = "st_global", remote: bool = True, duplex: float = DUPLEX) -> Link:
     """The platform's X-Stage as the engine takes it; `remote=False` gives the local-store control.
 
     Raises:
@@ -343,3 +341,40 @@ def _locality_factors(w: MoEWorkload, order: tile_order.TileOrder, instances: in
         return factor(weights1 + tokens1 + lead), factor(weights2 + tokens2 + lead)
     both = factor(weights1 + weights2 + tokens1 + tokens2 + lead)
     return both, both
+
+
+def describe(run: MoERun, platform: Platform) -> list[str]:
+    """The stall breakdown as lines for people; a warning first where the lead is below D_knee."""
+    w, lines = run.workload, []
+    knee = tile_order.lead_knee(w.tile_n, platform.sms, w.intermediate)
+    lead = run.order.need[0] if run.order.rows and run.order.name == "interleaved" else None
+    if lead is not None and lead < min(knee, run.order.rows):
+        lines.append(f"warning: lead_rows: {lead} is below D_knee = {knee}; instances will wait for each other")
+    load = w.load
+    lines += [
+        f"{w.name}{' (synthetic shape)' if w.synthetic else ''}, {w.tokens // w.ranks} tokens per rank, {w.ranks} ranks, "
+        f"W{w.weight_bits}A8, routing {load.name} (Gini {load.gini:.2f}, max/mean {load.max_over_mean:.1f})",
+        f"platform {platform.name}, order {run.order.name}{'' if lead is None else f', D={lead}'} (D_knee {knee}), "
+        f"{run.order.tiles} tiles in {run.order.rows} rows on the busiest rank",
+        f"predicted time {run.time_ns / 1e3:.1f} µs, tensor cores busy {100 * run.tensor_busy:.0f}%",
+        f"Linear-2 tile: span {run.span_ns / 1e3:.2f} µs, stall {run.stall_ns / 1e3:.2f} µs (medians)",
+    ]
+    return lines + [f"  {cause:<26}{time / 1e3:10.1f} µs  {100 * time / run.time_ns:5.1f}%" for cause, time in run.breakdown_ns.items()]
+
+
+def as_json(run: MoERun) -> dict[str, Any]:
+    """The same for machines; times in ns."""
+    w = run.workload
+    return {
+        "workload": w.name,
+        "synthetic": w.synthetic,
+        "routing": {"name": w.load.name, "gini": w.load.gini, "max_over_mean": w.load.max_over_mean},
+        "order": run.order.name,
+        "tiles": run.order.tiles,
+        "time_ns": run.time_ns,
+        "span_ns": run.span_ns,
+        "stall_ns": run.stall_ns,
+        "tensor_busy": run.tensor_busy,
+        "breakdown_ns": run.breakdown_ns,
+        "predicted": True,
+    }

@@ -47,16 +47,16 @@ def write_study(
         "outputs": outputs,
         "paper": paper,
         "errors": errors,
-        "headline": {key: {"value": _plain(value), "unit": unit} for key, (value, unit) in headline.items()},
+        "headline": {key: {"value": value, "unit": unit} for key, (value, unit) in headline.items()},
         "notes": notes,
     }
-    result = _plain(result)
+    plain: dict[str, Any] = _plain(result)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         target = out / f"{name}.json"
         check_writable(target)
-        target.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    return result
+        target.write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return plain
 
 
 def _plain(value: Any) -> Any:

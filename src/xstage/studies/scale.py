@@ -39,9 +39,7 @@ def run(out: Path | None = SIMULATED) -> dict[str, Any]:
         for drain in RATES:
             methods = {n: replace(m, rate=tuple(drain for _ in m.rate)) for n, m in platform.methods.items()}
             by_rate.append({"model": model.name, "drain_rate": drain, **_gain(w, replace(platform, methods=methods))})
-    stops = {
-        model.name: [r["drain_rate"] for r in by_rate if r["model"] == model.name and not r["worth_it"]] for model in shapes.SHAPES
-    }
+    stops = {model.name: [r["drain_rate"] for r in by_rate if r["model"] == model.name and not r["worth_it"]] for model in shapes.SHAPES}
     return write_study(
         out,
         "scale",

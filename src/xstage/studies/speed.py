@@ -1,9 +1,11 @@
-"""How fast the simulator is: 50,000 tiles over 148 SMs (limit 20 ms compiled), and 84 configurations × 20 leads (limit 60 s on two cores)."""
+"""How fast the simulator is: 50,000 tiles over 148 SMs (limit 20 ms compiled), and 84 configurations × 20 leads (limit 60 s, two cores)."""
 
 from __future__ import annotations
 
 import os
 import platform as machine
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,19 @@ def tile_times(rounds: int = ROUNDS) -> tuple[int, dict[str, list[float]]]:
     return orders["interleaved"].tiles, seconds
 
 
+def interpreted_seconds_per_tile() -> float:
+    """Time per tile with JIT off, in a process of its own, on a tenth of the tiles."""
+    code = (
+        "import time\nfrom xstage import tile_order\nfrom xstage.simulate import engine\n"
+        "order = tile_order.interleaved(52, 48, 48, 8)\n"
+        "link = engine.Link(speed=37.7, rate=717.0, capacity=4456448.0)\nbegin = time.perf_counter()\n"
+        "engine.run_order(order, 148, link, 10000.0, 4000.0, 43008.0, 1140.0, epilogue_l1_ns=2610.0, staging_ns=2610.0)\n"
+        "print((time.perf_counter() - begin) / order.tiles)"
+    )
+    env = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    return float(subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout)
+
+
 def run(out: Path | None = SIMULATED) -> dict[str, Any]:
     """Time both; writes `speed.json`."""
     paper_platform = load_platform("paper-8gpu")
@@ -49,9 +64,17 @@ def run(out: Path | None = SIMULATED) -> dict[str, Any]:
         "speed",
         "python -m xstage.studies.speed",
         paper_platform,
-        inputs={"tiles": tiles, "sms": 148, "rounds": ROUNDS, "configurations": len(workloads), "lead_factors": list(FACTORS), "threads": 2},
+        inputs={
+            "tiles": tiles,
+            "sms": 148,
+            "rounds": ROUNDS,
+            "configurations": len(workloads),
+            "lead_factors": list(FACTORS),
+            "threads": 2,
+        },
         outputs={
             "seconds": seconds,
+            "interpreted_over_compiled": interpreted_seconds_per_tile() * tiles / slowest,
             "grid_seconds": grid,
             "best_lead_over_knee": [float(FACTORS[i]) for i in times.argmin(1)],
             "compiled": engine.COMPILED,

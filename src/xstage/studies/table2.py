@@ -11,6 +11,7 @@ lead (2·D_knee), dispatch (over when the median tile runs).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def run(out: Path | None = SIMULATED, variants: bool = True) -> dict[str, Any]:
     if variants:
         outputs["variants"] = _variants(platform)
         outputs["fabric"] = _fabric(platform)
+        outputs["tried"] = _tried(platform)
     spans = [abs(r["errors"]["span_wave"]) for r in base] + [abs(r["errors"]["span_interleaved"]) for r in base]
     stalls = [abs(r["errors"]["stall_wave_us"]) for r in base] + [abs(r["errors"]["stall_interleaved_us"]) for r in base]
     headline = {
@@ -56,7 +58,7 @@ def run(out: Path | None = SIMULATED, variants: bool = True) -> dict[str, Any]:
         in_step = outputs["fabric"]["unbroken_in_step"]
         headline["simulate.table2.fabric.span_error.max"] = (max(abs(r["span_error"]) for r in in_step), "fraction")
         headline["simulate.table2.fabric.stall_error_us.max"] = (max(abs(r["stall_error_us"]) for r in in_step), "us")
-    full = tile_store_bytes(_workload(shapes.SHAPES[0])) * platform.sms
+    full = tile_store_bytes(row_workload(shapes.SHAPES[0])) * platform.sms
     return write_study(
         out,
         "table2",
@@ -87,27 +89,29 @@ def run(out: Path | None = SIMULATED, variants: bool = True) -> dict[str, Any]:
         },
         headline=headline,
         notes=[
-            "Predictions of the single-rank engine. Tile, shapes, routing family and the reading of the token count are not printed in the paper.",
+            "Predictions of the single-rank engine. Tile, shapes, routing and the meaning of the token count are not printed in the paper.",
             "DiT-MoE is a synthetic shape.",
-            "fabric: all ranks with uneven rows (as many runs of tokens as ranks); unbroken: one expert per rank, so one long run of Linear-2; "
+            "fabric: all ranks with uneven rows (as many runs of tokens as ranks); unbroken: one expert per rank, a long Linear-2 run; "
             "in step: mainloops without spread. Its headline figures are of the wave order.",
         ],
     )
 
 
-def _workload(model: shapes.Shape, **changes: Any) -> MoEWorkload:
+def row_workload(model: shapes.Shape, **changes: Any) -> MoEWorkload:
+    """The workload of a row of the table, with changed arguments of `shapes.moe_workload`."""
     arguments: dict[str, Any] = {"routing": "power", "alpha": ALPHA, "dispatch": "none", **changes}
-    return shapes.moe_workload(model, arguments.pop("tokens", paper.TABLE2_TOKENS), **arguments)
+    return shapes.moerow_workload(model, arguments.pop("tokens", paper.TABLE2_TOKENS), **arguments)
 
 
-def _lead(model: shapes.Shape, platform: Platform) -> int:
+def row_lead(model: shapes.Shape, platform: Platform) -> int:
+    """D used for a row."""
     return LEAD_FACTOR * tile_order.lead_knee(shapes.TILE_N, platform.sms, model.intermediate)
 
 
 def _row(model: shapes.Shape, platform: Platform, changes: dict[str, Any] | None = None, **run: Any) -> dict[str, Any]:
-    workload = _workload(model, **(changes or {}))
+    workload = row_workload(model, **(changes or {}))
     wave = simulate_moe(workload, platform, "expert-wave", **run)
-    mixed = simulate_moe(workload, platform, "interleaved", lead_rows=_lead(model, platform), **run)
+    mixed = simulate_moe(workload, platform, "interleaved", lead_rows=row_lead(model, platform), **run)
     spans = wave.timeline.span_ns
     quantiles = (0.1, 0.5, 0.9, 0.99)
     row = {
@@ -139,7 +143,7 @@ def _errors(name: str, row: dict[str, Any]) -> dict[str, float]:
 
 def _control(platform: Platform) -> float:
     """Span of the local-store control (section 5.2.3 prints 3.6–3.9)."""
-    return simulate_moe(_workload(shapes.shape("DSv4-Flash")), platform, "expert-wave", remote=False).span_ns / 1e3
+    return simulate_moe(row_workload(shapes.shape("DSv4-Flash")), platform, "expert-wave", remote=False).span_ns / 1e3
 
 
 def _leave_one_out(floor_ns: float) -> list[dict[str, Any]]:
@@ -191,20 +195,60 @@ def _fabric(platform: Platform) -> dict[str, Any]:
     found: dict[str, Any] = {"routed": [], "unbroken": [], "unbroken_in_step": []}
     for model in shapes.SHAPES:
         span, span_mixed, _, stall, _, _ = paper.TABLE2[model.name]
-        routed = _workload(model)
+        routed = row_workload(model)
         wave = simulate_fabric(routed, platform, "expert-wave", step_ns=100.0)
-        mixed = simulate_fabric(routed, platform, "interleaved", lead_rows=_lead(model, platform), step_ns=100.0)
+        mixed = simulate_fabric(routed, platform, "interleaved", lead_rows=row_lead(model, platform), step_ns=100.0)
         row = _fabric_row(model.name, wave.span_ns, wave.stall_ns, span, stall)
         row["span_interleaved_us"] = mixed.span_ns / 1e3
         row["span_interleaved_error"] = mixed.span_ns / 1e3 / span_mixed - 1
         found["routed"].append(row)
-        single = MoEWorkload(
-            model.name, model.hidden, model.intermediate, 8, 1, 8 * 300 * shapes.TILE_M, model.mma_l1_ns, model.mma_l2_ns, dispatch="none"
-        )
+        single = _single(model)
         for key, spread in (("unbroken", MAINLOOP_SPREAD), ("unbroken_in_step", IN_STEP_SPREAD)):
             u = simulate_fabric(single, platform, "expert-wave", jitter=spread, step_ns=UNBROKEN_STEP_NS)
             found[key].append(_fabric_row(model.name, u.span_ns, u.stall_ns, span, stall))
     return found
+
+
+def _tried(platform: Platform) -> list[dict[str, Any]]:
+    """What was tried to bring DSv4-Pro's wave span in, each for all rows; none is part of the model."""
+    found = []
+    for duplex in (0.95, 0.925, 0.91):
+        rows = [_row(m, platform, duplex=duplex) for m in shapes.SHAPES]
+        found.append(_tried_row(f"R lowered to {duplex:g} of the printed one", {r["model"]: r["errors"] for r in rows}))
+    for handover in (300.0, 600.0):
+        slower = [replace(m, mma_l2_ns=m.mma_l2_ns + handover) for m in shapes.SHAPES]
+        rows = [_row(m, platform) for m in slower]
+        found.append(_tried_row(f"{handover / 1e3:g} µs between mainloops that counts as neither", {r["model"]: r["errors"] for r in rows}))
+    for step in (100.0, 50.0, 25.0):
+        found.append(_tried_row(f"unbroken, in step, 8 runs per row, {step:g} ns steps", _unbroken(platform, 8, step)))
+    for runs in (2, 4):
+        found.append(_tried_row(f"unbroken, in step, {runs} runs per row, 50 ns steps", _unbroken(platform, runs, 50.0)))
+    return found
+
+
+def _unbroken(platform: Platform, runs_per_row: int, step_ns: float) -> dict[str, dict[str, float]]:
+    errors = {}
+    for model in shapes.SHAPES:
+        u = simulate_fabric(_single(model), platform, "expert-wave", jitter=IN_STEP_SPREAD, runs_per_row=runs_per_row, step_ns=step_ns)
+        span, _, _, stall, _, _ = paper.TABLE2[model.name]
+        errors[model.name] = {"span_wave": u.span_ns / 1e3 / span - 1, "stall_wave_us": u.stall_ns / 1e3 - stall}
+    return errors
+
+
+def _tried_row(what: str, errors: dict[str, dict[str, float]]) -> dict[str, Any]:
+    others = [e for name, e in errors.items() if name != "DSv4-Pro"]
+    return {
+        "tried": what,
+        "dsv4_pro_span_wave_us": (1 + errors["DSv4-Pro"]["span_wave"]) * paper.TABLE2["DSv4-Pro"][0],
+        "others_span_wave": [min(e["span_wave"] for e in others), max(e["span_wave"] for e in others)],
+        "others_stall_wave_us": [min(e["stall_wave_us"] for e in others), max(e["stall_wave_us"] for e in others)],
+    }
+
+
+def _single(model: shapes.Shape) -> MoEWorkload:
+    """One expert per rank: a single long run of each layer."""
+    tokens = 8 * 300 * shapes.TILE_M
+    return MoEWorkload(model.name, model.hidden, model.intermediate, 8, 1, tokens, model.mma_l1_ns, model.mma_l2_ns, dispatch="none")
 
 
 def _fabric_row(name: str, span_ns: float, stall_ns: float, span: float, stall: float) -> dict[str, Any]:

@@ -42,8 +42,8 @@ def tensor_activity(timeline: Timeline, bins: int = BINS) -> tuple[list[float], 
 def run(out: Path | None = SIMULATED) -> dict[str, Any]:
     """Simulate and bin; writes `timelines.json`."""
     platform = load_platform("paper-8gpu")
-    workload = table2._workload(shapes.shape(SHOWN))
-    lead = table2._lead(shapes.shape(SHOWN), platform)
+    workload = table2.row_workload(shapes.shape(SHOWN))
+    lead = table2.row_lead(shapes.shape(SHOWN), platform)
     activity: dict[str, Any] = {}
     for order in ("expert-wave", "interleaved"):
         r = simulate_moe(workload, platform, order, lead_rows=lead, trace=True)
@@ -60,10 +60,10 @@ def run(out: Path | None = SIMULATED) -> dict[str, Any]:
         }
     spans: dict[str, Any] = {}
     for model in shapes.SHAPES:
-        w = table2._workload(model)
+        w = table2.row_workload(model)
         runs = {
             "expert-wave": simulate_moe(w, platform, "expert-wave"),
-            "interleaved": simulate_moe(w, platform, "interleaved", lead_rows=table2._lead(model, platform)),
+            "interleaved": simulate_moe(w, platform, "interleaved", lead_rows=table2.row_lead(model, platform)),
             "local stores": simulate_moe(w, platform, "expert-wave", remote=False),
         }
         spans[model.name] = {k: [int(n) for n in np.histogram(r.timeline.span_ns / 1e3, EDGES_US)[0]] for k, r in runs.items()}
@@ -72,7 +72,12 @@ def run(out: Path | None = SIMULATED) -> dict[str, Any]:
         "timelines",
         "python -m xstage.studies.timelines",
         platform,
-        inputs={"shape": SHOWN, "tokens_per_rank": paper.TABLE2_TOKENS, "routing": f"power alpha={table2.ALPHA:g} seed=0", "lead_rows": lead},
+        inputs={
+            "shape": SHOWN,
+            "tokens_per_rank": paper.TABLE2_TOKENS,
+            "routing": f"power alpha={table2.ALPHA:g} seed=0",
+            "lead_rows": lead,
+        },
         outputs={
             "activity": activity,
             "capacity_bytes": make_link(workload, platform).capacity,
