@@ -310,7 +310,7 @@ def _run(  # type: ignore[no-untyped-def]
         now = max(when, now)
         if ends_n > 0:
             issued += per_cta * step
-        if growth != 0.0:
+        if growth != 0.0 and step > 0.0:
             q = min(max(q + growth * step, 0.0), limit)
         if moving:
             dispatched = min(dispatched + pull * step, dispatch_total)

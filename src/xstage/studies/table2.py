@@ -100,7 +100,7 @@ def run(out: Path | None = SIMULATED, variants: bool = True) -> dict[str, Any]:
 def row_workload(model: shapes.Shape, **changes: Any) -> MoEWorkload:
     """The workload of a row of the table, with changed arguments of `shapes.moe_workload`."""
     arguments: dict[str, Any] = {"routing": "power", "alpha": ALPHA, "dispatch": "none", **changes}
-    return shapes.moerow_workload(model, arguments.pop("tokens", paper.TABLE2_TOKENS), **arguments)
+    return shapes.moe_workload(model, arguments.pop("tokens", paper.TABLE2_TOKENS), **arguments)
 
 
 def row_lead(model: shapes.Shape, platform: Platform) -> int:
