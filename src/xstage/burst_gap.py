@@ -60,14 +60,16 @@ class Burst:
         return np.asarray(np.asarray(self.producers, float) * np.asarray(self.bytes_per_producer, float))
 
 
-def issue_ns(burst: Burst, platform: Platform, method: str = "st_global") -> Array:
+def issue_ns(burst: Burst, platform: Platform, method: str = "st_global", *, aligned: bool = True) -> Array:
     """Steady sender-visible issue time T_iss = max(T_iss⁰, V/R − G, (V − Q)/R) in ns.
 
     Section 3.2 (Burst–Gap relation) with the capacity term of equation (6). For `bulk` it is the time until the source may be
-    reused.
+    reused. With `aligned=False` the capacity term is left out: producers whose phases have drifted apart never present a whole
+    burst at once.
     """
     t0, rate, capacity, volume, gap = _terms(burst, platform, method)
-    return np.asarray(np.maximum.reduce([t0, volume / rate - gap, (volume - capacity) / rate]))
+    terms = [t0, volume / rate - gap] + ([(volume - capacity) / rate] if aligned else [])
+    return np.asarray(np.maximum.reduce(terms))
 
 
 def isolated_issue_ns(burst: Burst, platform: Platform, method: str = "st_global") -> Array:
@@ -102,6 +104,27 @@ def saturating_producers(burst: Burst, platform: Platform, method: str = "st_glo
     """K* = R·T_iss⁰/B: with more producers than this an issuing burst injects faster than the path drains."""
     t0, rate, _, _, _ = _terms(burst, platform, method)
     return np.asarray(rate * t0 / np.asarray(burst.bytes_per_producer, float))
+
+
+def knee_bytes_per_producer(producers: ArrayLike, platform: Platform, method: str = "st_global") -> Array:
+    """Bytes per producer up to which an isolated burst issues at its floor: where (V − Q)/R meets T_iss⁰; section 3.5.
+
+    Found by bisection, as T_iss⁰ is a table. `inf` where the floor alone grows faster than the path drains (few producers).
+    """
+    m = platform.method(method)
+    k = np.asarray(producers, float)
+    rate, capacity = m.drain_rate(k), m.capacity_bytes(k)
+
+    def held(size: Array) -> Any:
+        return (k * size - capacity) / rate > m.issue_floor_ns(k, size)
+
+    low, high = np.zeros(k.shape), np.full(k.shape, 1e6) * np.maximum(capacity / k, 1.0)
+    never = np.logical_not(held(high))
+    for _ in range(60):
+        middle = (low + high) / 2
+        above = held(np.maximum(middle, 1e-9))
+        low, high = np.where(above, low, middle), np.where(above, middle, high)
+    return np.where(never, np.inf, high)
 
 
 def bursts_to_saturation(burst: Burst, platform: Platform, method: str = "st_global") -> Array:

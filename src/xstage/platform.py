@@ -26,6 +26,7 @@ from xstage.samples import Sample
 SCHEMA = 1
 KiB, MiB = 1024, 1024**2
 METHODS = ("st_global", "bulk")
+TABLES = (*METHODS, "st_global_source_free")
 _HIGHEST_RATE = 100_000.0  # bytes/ns; a rate given in bytes/s is far above
 
 
@@ -34,7 +35,10 @@ class StoreMethod:
     """The X-Stage of one store method. Tables are sorted by producers K and by bytes per producer B.
 
     Attributes:
-        name: `st_global` (16-byte stores by all threads) or `bulk` (bulk copies from shared memory by one thread).
+        name: which sender-visible time the tables hold. `st_global`: 16-byte stores by all threads, until they are issued.
+            `st_global_source_free`: the same stores, until they have left registers and the SM's load/store queue, so that
+            other memory instructions of that SM get through. `bulk`: bulk copies from shared memory by one thread, until the
+            shared memory may be written again.
         rate_producers, rate: R(K) in bytes/ns.
         capacity_producers, capacity: Q(K) in bytes, from the knee of isolated bursts.
         capacity_by_fence: Q(K) in bytes from the drain time seen by a fence, NaN where not measured.
@@ -158,8 +162,11 @@ class Platform:
         target = Path(path)
         check_writable(target)
         part = target.with_name(target.name + ".part")
-        part.write_text(_dump(self), encoding="utf-8")
-        part.replace(target)
+        try:
+            part.write_text(_dump(self), encoding="utf-8")
+            part.replace(target)
+        except OSError as error:  # disk full, read-only file system
+            raise XStageError(f"out: {target} cannot be written: {error.strerror}") from None
         return target
 
 
@@ -181,8 +188,11 @@ def gallery() -> list[str]:
     return sorted(p.name.removesuffix(".json") for p in data.iterdir() if p.name.endswith(".json"))
 
 
-def load_platform(source: str | os.PathLike[str]) -> Platform:
+def load_platform(source: str | os.PathLike[str], *, samples: bool = True) -> Platform:
     """Load a platform by gallery name (`h200-nvlink4`, `paper-8gpu`) or from a file.
+
+    Args:
+        source: gallery name or path. samples: False leaves the raw samples out, which are most of a file.
 
     Raises:
         XStageError: no such name or file, or its content is not a platform (the message names the field).
@@ -191,23 +201,28 @@ def load_platform(source: str | os.PathLike[str]) -> Platform:
     if os.sep not in text and not text.endswith(".json"):
         shipped = resources.files("xstage") / "data" / f"{text}.json"
         if shipped.is_file():
-            return _parse(shipped.read_text(encoding="utf-8"), text)
+            return _parse(shipped.read_text(encoding="utf-8"), text, samples)
     path = Path(text)
-    if path.is_dir():
-        raise XStageError(f"platform: {text} is a directory, a platform file is needed")
-    if not path.exists():
-        raise XStageError(f"platform: {text!r} is neither a file nor one of the shipped platforms: {', '.join(gallery())}")
     try:
         content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise XStageError(f"platform: {text} cannot be read: {error}") from None
-    return _parse(content, text)
+    except IsADirectoryError:
+        raise XStageError(f"platform: {text} is a directory, a platform file is needed") from None
+    except FileNotFoundError:
+        raise XStageError(f"platform: {text!r} is neither a file nor one of the shipped platforms: {', '.join(gallery())}") from None
+    except (OSError, ValueError) as error:
+        raise XStageError(f"platform: {text[:200]} cannot be read: {error.strerror if isinstance(error, OSError) else error}") from None
+    return _parse(content, text, samples)
 
 
 # ---- the file ---------------------------------------------------------------------------------------------------------------
 
 
-def _parse(content: str, where: str) -> Platform:
+_SAMPLES_START = ',\n "samples": [\n'
+
+
+def _parse(content: str, where: str, with_samples: bool) -> Platform:
+    if not with_samples and _SAMPLES_START in content:  # as `_dump` writes them: last, from a line of their own on
+        content = content[: content.index(_SAMPLES_START)] + "\n}"
     try:
         data = json.loads(content)
     except json.JSONDecodeError as error:
@@ -222,13 +237,15 @@ def _parse(content: str, where: str) -> Platform:
     if not methods:
         raise XStageError(f"{where}: methods is empty")
     for name in methods:
-        if name not in METHODS:
-            raise XStageError(f"{where}: methods.{name} is unknown, known are {', '.join(METHODS)}")
+        if name not in TABLES:
+            raise XStageError(f"{where}: methods.{name} is unknown, known are {', '.join(TABLES)}")
     origin = _get(data, "origin", str, where)
     if origin not in ("measured", "published"):
         raise XStageError(f"{where}: origin is {origin!r}, must be 'measured' or 'published'")
     gates = tuple(_gate(g, f"{where}: gates[{i}]") for i, g in enumerate(_get(data, "gates", list, where)))
-    samples = tuple(Sample.from_json(s, f"{where}: samples[{i}]") for i, s in enumerate(data.get("samples", [])))
+    raw = _get(data, "samples", list, where) if with_samples and "samples" in data else []
+    samples = tuple(Sample.from_json(s, f"{where}: samples[{i}]") for i, s in enumerate(raw))
+    texts = {key: _get(data, key, str, where) if key in data else "" for key in ("note", "created", "command")}
     return Platform(
         name=_get(data, "name", str, where),
         origin=origin,
@@ -238,9 +255,7 @@ def _parse(content: str, where: str) -> Platform:
         gates=gates,
         fingerprint=_get(data, "fingerprint", dict, where),
         samples=samples,
-        note=data.get("note", ""),
-        created=data.get("created", ""),
-        command=data.get("command", ""),
+        **texts,
     )
 
 
@@ -271,10 +286,10 @@ def _method(name: str, data: Any, where: str) -> StoreMethod:
         raise XStageError(f"{where}.latency_ns: {latency!r} is not a time ≥ 0")
 
     def optional(key: str) -> tuple[float, ...]:
-        values = cap.get(key, [])
+        values = _get(cap, key, list, f"{where}.capacity") if key in cap else []
         if values and len(values) != len(cap_k):
             raise XStageError(f"{where}.capacity.{key}: {len(values)} values for {len(cap_k)} producers")
-        return tuple(math.nan if v is None else float(v) for v in values)
+        return tuple(math.nan if v is None else float(_positive(v, f"{where}.capacity.{key}[{i}]")) for i, v in enumerate(values))
 
     return StoreMethod(
         name, rate_k, rates, cap_k, _numbers(cap, "bytes", f"{where}.capacity", len(cap_k)), floor_k, floor_b, table, float(latency),
@@ -285,13 +300,13 @@ def _method(name: str, data: Any, where: str) -> StoreMethod:
 def _gate(data: Any, where: str) -> Gate:
     if not isinstance(data, dict):
         raise XStageError(f"{where}: expected an object")
-    value = data.get("value")
+    value = None if data.get("value") is None else _get(data, "value", (int, float), where)
+    texts = [_get(data, key, str, where) if key in data else "" for key in ("unit", "detail")]
     return Gate(
         _get(data, "name", str, where),
         math.nan if value is None else float(value),
         float(_get(data, "limit", (int, float), where)),
-        data.get("unit", ""),
-        data.get("detail", ""),
+        *texts,
     )
 
 
@@ -305,7 +320,7 @@ def _get(data: dict[str, Any], key: str, kind: Any, where: str) -> Any:
 
 
 def _positive(value: float, where: str) -> float:
-    if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
         raise XStageError(f"{where}: {value!r} must be a finite number above 0")
     return value
 
@@ -362,7 +377,7 @@ def _dump(platform: Platform) -> str:
     }  # fmt: skip
     body = json.dumps(head, indent=1, ensure_ascii=False)
     lines = ",\n  ".join(json.dumps(s.to_json(), separators=(",", ":")) for s in platform.samples)
-    return body[:-2] + ',\n "samples": [\n  ' + lines + "\n ]\n}\n" if platform.samples else body + "\n"
+    return body[:-2] + _SAMPLES_START + "  " + lines + "\n ]\n}\n" if platform.samples else body + "\n"
 
 
 def _by_producers(producers: ArrayLike, axis: Sequence[float], values: Sequence[float]) -> NDArray[np.float64]:

@@ -7,8 +7,9 @@ small and every fit can be made again from it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from xstage.errors import XStageError
 
 MODES = ("isolated", "aligned", "free")
 DESTINATIONS = ("peer", "local")
+ROLES = ("fit", "held_out")
+_LISTS = ("issue_ns", "issue_max_ns", "post_ns", "visible_ns", "gap_seen_ns", "skew_ns")
+_NOT_NEGATIVE = ("rank", "gap_ns", "window_ns", "window_bytes", "window_bursts", "sm_clock_ghz")
+_LEAST = {"producers": 1, "bytes_per_producer": 1, "fan_out": 1, **dict.fromkeys(_NOT_NEGATIVE, 0)}
 
 
 @dataclass(frozen=True)
@@ -29,13 +34,14 @@ class Sample:
         destination: `peer`, or `local` for the control.
         fan_out: number of peers that the producers write to.
         loaded: True when the reverse direction carried the same traffic at the same time.
-        role: `fit` or `held_out`.
+        role: `fit` or `held_out` (`ROLES`).
         producers: K. bytes_per_producer: B. gap_ns: the gap asked for.
         rank: the rank that measured.
         issue_ns: sender-visible issue time T_iss. For `bulk` until the source may be reused.
         issue_max_ns: the slowest producer's.
         post_ns: `bulk` only: time until the copies were handed over (before the source is free).
-        visible_ns: until a system fence returned (isolated bursts only).
+        left_ns: `st_global`, isolated bursts only: time until the stores had left registers and the SM's load/store queue.
+        visible_ns: until the slowest producer's system fence returned (isolated bursts only).
         gap_seen_ns: the gap that really passed before each burst.
         skew_ns: last start minus first start among the producers of a burst.
         window_ns: length of the window in which every producer was active; window_bytes: what was issued in it.
@@ -56,6 +62,7 @@ class Sample:
     issue_ns: list[float] = field(default_factory=list)
     issue_max_ns: list[float] = field(default_factory=list)
     post_ns: list[float] = field(default_factory=list)
+    left_ns: list[float] = field(default_factory=list)
     visible_ns: list[float] = field(default_factory=list)
     gap_seen_ns: list[float] = field(default_factory=list)
     skew_ns: list[float] = field(default_factory=list)
@@ -91,14 +98,26 @@ class Sample:
         if unknown:
             raise XStageError(f"{where}: unknown field {unknown[0]!r}")
         try:
-            return Sample(**entry)
+            sample = Sample(**entry)
         except TypeError as error:
-            raise XStageError(f"{where}: {error}") from None
+            raise XStageError(f"{where}: {str(error).split('__init__() ')[-1]}") from None
+        _check(sample, where)
+        return sample
 
 
 def select(samples: Iterable[Sample], **wanted: object) -> list[Sample]:
     """The samples whose attributes equal all of `wanted`."""
     return [s for s in samples if all(getattr(s, name) == value for name, value in wanted.items())]
+
+
+def of_table(samples: Iterable[Sample], table: str) -> list[Sample]:
+    """The samples that a table of a platform is fitted from, `issue_ns` being the time that the table is about.
+
+    `st_global_source_free` has its times in isolated bursts of `st_global` only; other modes stand for the drain rate.
+    """
+    if table != "st_global_source_free":
+        return [s for s in samples if s.method == table]
+    return [replace(s, method=table, issue_ns=s.left_ns) for s in samples if s.method == "st_global"]
 
 
 def append(path: Path, samples: Sequence[Sample]) -> None:
@@ -111,12 +130,37 @@ def append(path: Path, samples: Sequence[Sample]) -> None:
 def read(path: Path) -> Iterator[Sample]:
     """Samples of a JSON-lines file written by `append`."""
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        yield Sample.from_json(json.loads(line), f"{path}:{number}")
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise XStageError(f"{path}:{number}: not JSON: {error}") from None
+        yield Sample.from_json(entry, f"{path}:{number}")
+
+
+def _check(sample: Sample, where: str) -> None:
+    """Refuse what a fit would trip over later: unknown modes, values that are no finite numbers, sizes below their least."""
+    for name, known in (("mode", MODES), ("destination", DESTINATIONS), ("role", ROLES)):
+        if getattr(sample, name) not in known:
+            raise XStageError(f"{where}: {name} {getattr(sample, name)!r} is unknown, known are {', '.join(known)}")
+    if not isinstance(sample.method, str) or not isinstance(sample.loaded, bool):
+        raise XStageError(f"{where}: method must be a text and loaded true or false")
+    for name, least in _LEAST.items():
+        value = getattr(sample, name)
+        if not _finite(value) or value < least:
+            raise XStageError(f"{where}: {name} {value!r} must be a finite number of at least {least}")
+    for name in _LISTS:
+        values = getattr(sample, name)
+        if not isinstance(values, list) or not all(map(_finite, values)):
+            raise XStageError(f"{where}: {name} must be a list of finite numbers")
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _round(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, 4)
     if isinstance(value, list):
-        return [round(v, 2) for v in value]
+        return [round(v, 1) for v in value]
     return value

@@ -1,0 +1,305 @@
+"""Where every row and every tile goes: the one definition used by the host, the kernel's tables, the reference and the tests.
+
+Attention leaves [whole sequence, my heads] on a rank; the exchange makes [my sequence, all heads]. A `SequenceLayout` says for each row of
+the whole sequence which rank owns it and which row of that rank's output it becomes: even and uneven shards, text tokens before or
+after image tokens, lengths that neither ranks nor tiles divide. `head_shards` does the same for heads.
+
+The kernel itself knows none of this. It follows two tables made here: `row_table` (an address per row) and `tile_table` (which tile
+each CTA computes, in which order). The *order of destinations in time* is part of the design, because stores of one wave of tiles
+are one burst of the X-Stage (paper, section 4.3, equation 10: a burst should stay below the capacity Q):
+
+* `plain`: FA4's own order, query blocks fastest. A wave may then go to one peer entirely.
+* `alternating`: the destinations of a head's blocks are spread evenly over its tiles, so every wave carries the same share.
+* `own_last`: as `alternating`, but each CTA's last tile stays on its own rank as far as earlier waves can take the peers' tiles
+  without exceeding the capacity: the drain of the last burst is what a kernel's end cannot hide.
+* `remote_first`: all of a head's remote tiles, then its own; the counterexample of the studies.
+
+Causal attention has tiles of unequal length. They are dealt out longest first to the least loaded CTA in every order; `alternating` and
+`own_last` then run every second CTA's list backwards, which mixes destinations in time and leaves the loads as they are.
+
+Not covered: rows that more than one rank owns (replicated text), schedules that change during a kernel.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xstage.errors import XStageError
+
+# A tile is one non-negative int32: block | head << 13 | batch << 23.
+BLOCK_BITS, HEAD_BITS, BATCH_BITS = 13, 10, 8
+ORDERS = ("plain", "alternating", "own_last", "remote_first")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows `start … start + rows` of the whole sequence are rows `local_start …` of `rank`'s output."""
+
+    start: int
+    rows: int
+    rank: int
+    local_start: int
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """Owner and place of every row of the whole sequence.
+
+    Attributes:
+        segments: in order of `start`, covering the sequence without gaps; per rank they cover its output without gaps.
+        world: number of ranks.
+
+    Raises:
+        XStageError: the segments do not do that.
+    """
+
+    segments: tuple[Segment, ...]
+    world: int
+
+    def __post_init__(self) -> None:
+        position = 0
+        for s in self.segments:
+            if s.start != position or s.rows < 1:
+                raise XStageError(f"segments: {s} should start at row {position} and have at least one row")
+            if not 0 <= s.rank < self.world:
+                raise XStageError(f"segments: rank {s.rank} is not in 0 … {self.world - 1}")
+            position += s.rows
+        if position == 0:
+            raise XStageError("segments: the sequence has no rows")
+        for rank in range(self.world):
+            row = 0
+            for s in sorted((s for s in self.segments if s.rank == rank), key=lambda s: s.local_start):
+                if s.local_start != row:
+                    raise XStageError(f"segments: row {row} of rank {rank}'s output is filled by no segment or by two")
+                row += s.rows
+
+    @staticmethod
+    def even(sequence: int, world: int) -> SequenceLayout:
+        """Contiguous shards whose lengths differ by one at most; the first ranks have the longer ones (`torch.tensor_split`)."""
+        return SequenceLayout.shards(split_evenly(sequence, world))
+
+    @staticmethod
+    def shards(rows_per_rank: Sequence[int]) -> SequenceLayout:
+        """Contiguous shards of the given lengths, rank by rank. A length may be 0."""
+        return SequenceLayout._parts([("rows_per_rank", rows_per_rank)])
+
+    @staticmethod
+    def with_text(image_rows: Sequence[int], text_rows: Sequence[int], text: str = "before") -> SequenceLayout:
+        """Image tokens and text tokens, each sharded over the ranks, text `before` or `after` the image in the whole sequence.
+
+        Each rank's output keeps that order: its text rows, then its image rows, or the other way round.
+        """
+        parts = [("text_rows", text_rows), ("image_rows", image_rows)]
+        if text not in ("before", "after"):
+            raise XStageError(f"text: {text!r} is not 'before' or 'after'")
+        if len(image_rows) != len(text_rows):
+            raise XStageError(f"text_rows: has {len(text_rows)} ranks, image_rows has {len(image_rows)}")
+        return SequenceLayout._parts(parts if text == "before" else parts[::-1])
+
+    @staticmethod
+    def from_flat(numbers: Sequence[int], world: int) -> SequenceLayout:
+        """Inverse of `flat`."""
+        return SequenceLayout(tuple(Segment(*numbers[i : i + 4]) for i in range(0, len(numbers), 4)), world)
+
+    @staticmethod
+    def _parts(parts: Sequence[tuple[str, Sequence[int]]]) -> SequenceLayout:
+        world = len(parts[0][1])
+        segments, start, filled = [], 0, [0] * world
+        for name, lengths in parts:
+            for rank, rows in enumerate(lengths):
+                if rows < 0:
+                    raise XStageError(f"{name}: rank {rank} has {rows} rows; the least is 0")
+                if rows:
+                    segments.append(Segment(start, rows, rank, filled[rank]))
+                    start += rows
+                    filled[rank] += rows
+        return SequenceLayout(tuple(segments), world)
+
+    @property
+    def sequence(self) -> int:
+        """Rows of the whole sequence."""
+        return sum(s.rows for s in self.segments)
+
+    @cached_property
+    def local_rows(self) -> tuple[int, ...]:
+        """Rows of each rank's output."""
+        return tuple(sum(s.rows for s in self.segments if s.rank == rank) for rank in range(self.world))
+
+    @property
+    def flat(self) -> list[int]:
+        """The segments as plain numbers, for operator schemas."""
+        return [n for s in self.segments for n in (s.start, s.rows, s.rank, s.local_start)]
+
+    @cached_property
+    def owner(self) -> NDArray[np.int64]:
+        """int64 [sequence]: the rank that owns each row."""
+        return np.concatenate([np.full(s.rows, s.rank) for s in self.segments])
+
+    @cached_property
+    def local_row(self) -> NDArray[np.int64]:
+        """int64 [sequence]: the row of its owner's output that each row becomes."""
+        return np.concatenate([np.arange(s.local_start, s.local_start + s.rows) for s in self.segments])
+
+
+def split_evenly(total: int, world: int) -> tuple[int, ...]:
+    """`total` in `world` parts that differ by one at most, longer parts first."""
+    if total < 1:
+        raise XStageError(f"total: {total} is less than 1")
+    if world < 1:
+        raise XStageError(f"world: {world} is less than 1")
+    return tuple(total // world + (rank < total % world) for rank in range(world))
+
+
+def head_shards(
+    heads: int, kv_heads: int, world: int, heads_per_rank: Sequence[int] | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Query heads and key/value heads of each rank. Whole key/value groups stay together.
+
+    Args:
+        heads, kv_heads: over all ranks. heads_per_rank: query heads of each rank, or None for an even split (parts differ by one
+            group at most where the ranks do not divide them).
+
+    Raises:
+        XStageError: the numbers do not fit, or a rank would hold part of a group.
+    """
+    if kv_heads < 1 or heads < 1 or heads % kv_heads:
+        raise XStageError(f"heads: {heads} is not a multiple of kv_heads {kv_heads}")
+    group = heads // kv_heads
+    if heads_per_rank is None:
+        kv = split_evenly(kv_heads, world)
+        return tuple(n * group for n in kv), kv
+    if len(heads_per_rank) != world or sum(heads_per_rank) != heads or min(heads_per_rank) < 0:
+        raise XStageError(f"heads_per_rank: {tuple(heads_per_rank)} are not {world} counts that add up to {heads}")
+    if any(n % group for n in heads_per_rank):
+        raise XStageError(f"heads_per_rank: {tuple(heads_per_rank)} must be multiples of {group} (query heads per key/value head)")
+    return tuple(heads_per_rank), tuple(n // group for n in heads_per_rank)
+
+
+def row_table(layout: SequenceLayout, bases: Sequence[int], batch: int, row_bytes: int, head_offset_bytes: int) -> NDArray[np.int64]:
+    """int64 [batch, sequence]: address at which a row's first own head is stored.
+
+    Rank r's output lies at `bases[r]` as [batch, its rows, all heads, head dim], `row_bytes` per row.
+    """
+    rows = np.asarray(layout.local_rows, np.int64)[layout.owner]
+    place = np.arange(batch, dtype=np.int64)[:, None] * rows + layout.local_row
+    return np.asarray(bases, np.int64)[layout.owner] + place * row_bytes + head_offset_bytes
+
+
+def block_owner(layout: SequenceLayout, tile_rows: int) -> NDArray[np.int64]:
+    """int64 [blocks]: the rank that owns most rows of each query block (the lower rank of two with equally many)."""
+    blocks = -(-layout.sequence // tile_rows)
+    counts = np.zeros((blocks, layout.world), np.int64)
+    np.add.at(counts, (np.arange(layout.sequence) // tile_rows, layout.owner), 1)
+    return np.asarray(counts.argmax(1))
+
+
+def tile_table(
+    layout: SequenceLayout, rank: int, *, heads: int, batch: int, tile_rows: int, ctas: int | None, order: str, causal: bool = False,
+    capacity_tiles: int | None = None, heads_per_section: int = 1,
+) -> NDArray[np.int32]:  # fmt: skip
+    """int32 [rounds + 1, CTAs]: column c is what CTA c computes, first to last; -1 ends it (the last row is always -1).
+
+    Args:
+        rank: whose table this is. heads: query heads of that rank. tile_rows: query rows per tile.
+        ctas: CTAs of a persistent kernel, or None for one CTA per tile, issued in list order.
+        order: one of `ORDERS`.
+        capacity_tiles: remote tiles that one wave can send without a stall, Q / tile bytes (`own_last` only). None: a whole wave.
+        heads_per_section: heads whose keys and values fit the L2 cache together (causal order).
+
+    Raises:
+        XStageError: unknown order, or more blocks, heads or batches than an entry can hold.
+    """
+    if order not in ORDERS:
+        raise XStageError(f"order: {order!r} is not one of {', '.join(ORDERS)}")
+    blocks = -(-layout.sequence // tile_rows)
+    for name, value, bits in (("sequence", blocks, BLOCK_BITS), ("heads", heads, HEAD_BITS), ("batch", batch, BATCH_BITS)):
+        if value > 1 << bits:
+            raise XStageError(f"{name}: {value} {'query blocks' if name == 'sequence' else name}; the limit is {1 << bits}")
+    sections = [(b, h) for b in range(batch) for h in range(heads)]
+    if causal:
+        return _longest_first(sections, blocks, ctas, mixed=order in ("alternating", "own_last"), heads_per_section=heads_per_section)
+    owners = block_owner(layout, tile_rows)
+    tiles = [_entry(block, h, b) for b, h in sections for block in _head_order(owners, rank, layout.world, order)]
+    if order == "own_last" and ctas is not None and len(tiles) > ctas:
+        tiles = _own_last(tiles, owners, rank, ctas, ctas if capacity_tiles is None else capacity_tiles)
+    if ctas is None:
+        return np.asarray([tiles, [-1] * len(tiles)], np.int32)
+    ctas = min(ctas, len(tiles))
+    rounds = -(-len(tiles) // ctas)
+    table = np.full((rounds + 1, ctas), -1, np.int32)
+    table.reshape(-1)[: len(tiles)] = tiles
+    return table
+
+
+def unpack(entry: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+    """(block, head, batch) of table entries."""
+    return entry & ((1 << BLOCK_BITS) - 1), (entry >> BLOCK_BITS) & ((1 << HEAD_BITS) - 1), entry >> (BLOCK_BITS + HEAD_BITS)
+
+
+def remote_tiles(table: NDArray[np.int32], layout: SequenceLayout, rank: int, tile_rows: int) -> list[int]:
+    """Tiles of each round that leave the rank: each is a burst of that many times the tile's bytes."""
+    owners = block_owner(layout, tile_rows)
+    return [int((owners[unpack(row[row >= 0])[0]] != rank).sum()) for row in table[:-1]]
+
+
+def _entry(block: int, head: int, batch: int) -> int:
+    return block | head << BLOCK_BITS | batch << (BLOCK_BITS + HEAD_BITS)
+
+
+def _head_order(owners: NDArray[np.int64], rank: int, world: int, order: str) -> list[int]:
+    blocks = range(len(owners))
+    if order == "plain":
+        return list(blocks)
+    if order == "remote_first":
+        return sorted(blocks, key=lambda b: (owners[b] == rank, b))
+    # The i-th of n blocks for a destination belongs at (i + 1/2) / n. Ranks start with different peers, so that no peer is
+    # everyone's first.
+    seen, keys, totals = [0] * world, [], np.bincount(owners, minlength=world)
+    for block in blocks:
+        owner = int(owners[block])
+        keys.append(((seen[owner] + 0.5) / totals[owner], (owner - rank - 1) % world))
+        seen[owner] += 1
+    return sorted(blocks, key=lambda b: keys[b])
+
+
+def _own_last(tiles: list[int], owners: NDArray[np.int64], rank: int, ctas: int, capacity_tiles: int) -> list[int]:
+    remote = [t for t in tiles if owners[t & ((1 << BLOCK_BITS) - 1)] != rank]
+    own = [t for t in tiles if owners[t & ((1 << BLOCK_BITS) - 1)] == rank]
+    body = len(tiles) - ctas
+    # Remote tiles that the waves before the last can carry; what is left, or has no own tile to trade with, stays in the last.
+    early = min(len(remote), body * capacity_tiles // ctas)
+    tail_own = min(len(own), ctas - (len(remote) - early))
+    early = len(remote) - (ctas - tail_own)
+    head = _merge(remote[:early], own[: len(own) - tail_own])
+    return head + remote[early:] + own[len(own) - tail_own :]
+
+
+def _merge(first: list[int], second: list[int]) -> list[int]:
+    keyed = [((i + 0.5) / len(part), side, tile) for side, part in enumerate((first, second)) for i, tile in enumerate(part)]
+    return [tile for *_, tile in sorted(keyed)]
+
+
+def _longest_first(
+    sections: list[tuple[int, int]], blocks: int, ctas: int | None, *, mixed: bool, heads_per_section: int
+) -> NDArray[np.int32]:
+    groups = [sections[i : i + heads_per_section] for i in range(0, len(sections), heads_per_section)]
+    tiles = [(block, h, b) for group in groups for block in reversed(range(blocks)) for b, h in group]
+    if ctas is None:
+        return np.asarray([[_entry(*t) for t in tiles], [-1] * len(tiles)], np.int32)
+    ctas = min(ctas, len(tiles))
+    loads = [(0, c) for c in range(ctas)]
+    columns: list[list[int]] = [[] for _ in range(ctas)]
+    for block, h, b in sorted(tiles, key=lambda t: -t[0]) if len(groups) > 1 else tiles:
+        load, cta = heapq.heappop(loads)
+        columns[cta].append(_entry(block, h, b))
+        heapq.heappush(loads, (load + block + 1, cta))  # a tile's length grows with the keys it may see
+    table = np.full((max(map(len, columns)) + 1, ctas), -1, np.int32)
+    for cta, column in enumerate(columns):
+        table[: len(column), cta] = column[::-1] if mixed and cta % 2 else column
+    return table

@@ -1,0 +1,171 @@
+"""Numbers in README and docs come out of result files: `results/headline.json` and the tables between markers are written here.
+
+A table stands between `<!-- generated: NAME -->` and `<!-- end -->`. A result file is either a platform (`xstage calibrate`) or a JSON
+object with a `headline` map of `{key: {"value": …, "unit": …}}`, a `command` and a `created` time (studies, benchmarks); the newest
+file wins a key.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xstage.burst_gap import knee_bytes_per_producer
+from xstage.calibration.fit import held_out
+from xstage.errors import XStageError
+from xstage.platform import METHODS, KiB, MiB, Platform, load_platform
+
+HEADLINE = "headline.json"
+
+
+def headline(results: Path) -> dict[str, dict[str, Any]]:
+    """The newest measurement of every headline figure: dotted key → value, unit, file, command.
+
+    Raises:
+        XStageError: the folder does not exist.
+    """
+    if not results.is_dir():
+        raise XStageError(f"results: {results} is not a directory")
+    found: dict[str, dict[str, Any]] = {}
+    age: dict[str, str] = {}
+    for path in sorted(results.rglob("*.json")):
+        if path.name == HEADLINE:
+            continue
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data.get("kind") == "xstage-platform":
+            figures = _platform_figures(load_platform(path))
+        else:
+            figures = {key: (entry["value"], entry["unit"]) for key, entry in data.get("headline", {}).items()}
+        for key, (value, unit) in figures.items():
+            if data.get("created", "") >= age.get(key, ""):
+                age[key] = data.get("created", "")
+                where = path.relative_to(results.parent).as_posix()
+                found[key] = {"value": value, "unit": unit, "file": where, "command": data.get("command", "")}
+    return dict(sorted(found.items()))
+
+
+def _platform_figures(p: Platform) -> dict[str, tuple[float, str]]:
+    out = {}
+    for name in METHODS:
+        out[f"calibrate.drain_rate.{name}"] = (round(float(p.method(name).drain_rate(p.sms)), 1), "GB/s")
+        knee = float(knee_bytes_per_producer(p.sms, p, name))
+        out[f"calibrate.knee.{name}"] = (round(knee / KiB, 1), "KiB per producer")
+    points = [h for name in METHODS for h in held_out(p.samples, p, name)]
+    period = np.array([h.period_error for h in points if h.sample.mode != "isolated"])
+    out["model.period_error.median"] = (round(float(np.median(period)), 5), "fraction")
+    out["model.period_error.p95"] = (round(float(np.quantile(period, 0.95)), 5), "fraction")
+    out["model.issue_error.median"] = (round(float(np.median([h.issue_error for h in points])), 5), "fraction")
+    return out
+
+
+def refresh(results: Path, documents: Sequence[Path]) -> list[Path]:
+    """Write `headline.json` and every generated table anew; returns the files that changed.
+
+    Raises:
+        XStageError: a marker names a table that is not known, or has no end.
+    """
+    changed = []
+    target = results / HEADLINE
+    content = json.dumps(headline(results), indent=1, ensure_ascii=False) + "\n"
+    if not target.exists() or target.read_text(encoding="utf-8") != content:
+        target.write_text(content, encoding="utf-8")
+        changed.append(target)
+    for document in documents:
+        before = document.read_text(encoding="utf-8")
+        after = fill(before, results, str(document))
+        if after != before:
+            document.write_text(after, encoding="utf-8")
+            changed.append(document)
+    return changed
+
+
+def fill(text: str, results: Path, where: str) -> str:
+    """`text` with the content between its markers made anew."""
+
+    def table(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if name not in TABLES:
+            raise XStageError(f"{where}: generated table {name!r} is unknown, known are {', '.join(TABLES)}")
+        return f"<!-- generated: {name} -->\n{TABLES[name](results)}\n<!-- end -->"
+
+    if text.count("<!-- generated: ") != text.count("<!-- end -->"):
+        raise XStageError(f"{where}: a generated table has no end marker")
+    return re.sub(r"<!-- generated: ([\w-]+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def calibrations(results: Path) -> list[tuple[Path, Platform]]:
+    """Platform files of the results folder, oldest first."""
+    found = [(path, load_platform(path)) for path in sorted(results.rglob("calibration-*.json"))]
+    return sorted(found, key=lambda entry: entry[1].created)
+
+
+def _platform_table(results: Path) -> str:
+    path, p = calibrations(results)[-1]
+    rows = []
+    for name, m in p.methods.items():
+        rows.append([
+            f"`{name}`", f"{float(m.drain_rate(p.sms)):.1f} GB/s", f"{float(m.capacity_bytes(p.sms)) / MiB:.2f} MiB",
+            f"{m.knee_low[-1] / KiB:g} to {m.knee_high[-1] / KiB:g} KiB", f"{float(m.issue_floor_ns(p.sms, 8 * KiB)) / 1e3:.2f} µs",
+            f"{float(m.issue_floor_ns(p.sms, 32 * KiB)) / 1e3:.2f} µs", f"{m.latency_ns / 1e3:.2f} µs",
+        ])  # fmt: skip
+    head = ["", "drain rate R", "capacity Q", "knee, per producer", "T_iss⁰ at 8 KiB", "T_iss⁰ at 32 KiB", "fence of an empty path"]
+    return markdown(head, rows) + f"\n\n{p.gpus} × {p.fingerprint['gpu_name']}, {p.sms} producers; `{path.relative_to(results.parent)}`."
+
+
+def _producers_table(results: Path) -> str:
+    _, p = calibrations(results)[-1]
+    rows = []
+    for name, m in p.methods.items():
+        for k, q, fence, low, high in zip(m.capacity_producers, m.capacity, m.capacity_by_fence, m.knee_low, m.knee_high, strict=True):
+            rows.append([
+                f"`{name}`", f"{k:g}", f"{float(m.drain_rate(k)):.0f} GB/s", f"{q / MiB:.2f} MiB", f"{fence / MiB:.2f} MiB",
+                f"{q / k / KiB:.1f} KiB", f"{low / KiB:g} to {high / KiB:g} KiB",
+            ])  # fmt: skip
+    return markdown(["", "producers", "R", "Q from the knee", "Q from the fence", "Q per producer", "knee, per producer"], rows)
+
+
+def _gates_table(results: Path) -> str:
+    found = calibrations(results)[-2:]
+    by_name = [{g.name: g for g in p.gates} for _, p in found]
+    rows = []
+    for name, gate in by_name[-1].items():
+        values = [f"{gates[name].value:.3g}" if name in gates else "–" for gates in by_name]
+        rows.append([name, *values, f"{gate.limit:g}", gate.unit, gate.detail])
+    files = " and ".join(f"`{path.relative_to(results.parent)}` ({p.created})" for path, p in found)
+    return markdown(["gate", *[path.stem for path, _ in found], "limit", "unit", "detail (last file)"], rows) + f"\n\n{files}."
+
+
+def _comparison_table(results: Path) -> str:
+    from xstage.bench.compare import compare
+
+    found = calibrations(results)[-2:]
+    if len(found) < 2:
+        return "Only one calibration is on file."
+    rows = compare(found[0][1], found[1][1])
+    cells = [
+        [r.quantity, f"`{r.method}`", r.direction, f"{r.sizes[0] // KiB} … {r.sizes[1] // KiB} KiB", f"{r.ratio:.4f}",
+         f"{r.low:.4f} … {r.high:.4f}", r.verdict]
+        for r in rows
+    ]  # fmt: skip
+    said = (
+        f"{sum(r.verdict == 'SAME' for r in rows)} of {len(rows)} quantities are SAME; {found[0][1].created} against {found[1][1].created}."
+    )
+    return markdown(["quantity", "method", "direction", "per producer", "ratio", "95% interval", "verdict"], cells) + "\n\n" + said
+
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    "platform": _platform_table,
+    "producers": _producers_table,
+    "gates": _gates_table,
+    "comparison": _comparison_table,
+}

@@ -1,0 +1,205 @@
+"""Timing of variants against each other on one or more GPUs, and the files that keep what was measured.
+
+Protocol (`interleaved`): in every round each variant runs once, in an order that rotates by one per round; before each run all ranks meet,
+the GPU idles, and one launch goes ahead untimed; then a few launches are timed together by events. A loop over one variant alone would
+throttle and drift by more than the differences in question. Every rank's raw times are kept; the slowest rank counts.
+
+Sender-visible time is what a launch occupies on its own rank. Receiver-visible time needs a variant whose kernel ends only when its
+output is complete; the protocol does not make one out of the other.
+
+Not covered: time inside a kernel, energy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from xstage.errors import XStageError
+from xstage.platform import check_writable
+
+PACKAGES = (
+    "torch", "triton", "nvidia-cutlass-dsl", "flash-attn-4", "quack-kernels", "apache-tvm-ffi", "fa3-fwd", "sgl-deep-gemm", "numpy",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Times:
+    """Raw times of one variant.
+
+    Attributes:
+        time_ns: per rank, per round: nanoseconds per launch. clock_mhz: the SM clock read while it ran, None where not readable.
+        launches: timed launches per round.
+    """
+
+    time_ns: list[list[float]]
+    clock_mhz: list[list[int | None]]
+    launches: int
+
+    @property
+    def median_ns(self) -> list[float]:
+        """Per rank."""
+        return [median(rounds) for rounds in self.time_ns]
+
+    @property
+    def slowest_ns(self) -> float:
+        """Median of the slowest rank."""
+        return max(self.median_ns)
+
+    @property
+    def spread_ns(self) -> float:
+        """Interquartile range of the slowest rank."""
+        rounds = sorted(max(self.time_ns, key=median))
+        return rounds[(3 * len(rounds)) // 4] - rounds[len(rounds) // 4]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "slowest_ns": round(self.slowest_ns, 1), "spread_ns": round(self.spread_ns, 1),
+            "median_ns": [round(t, 1) for t in self.median_ns], "launches": self.launches,
+            "time_ns": [[round(t, 1) for t in rounds] for rounds in self.time_ns], "clock_mhz": self.clock_mhz,
+        }  # fmt: skip
+
+
+def interleaved(
+    variants: Mapping[str, Callable[[], Any]], *, launches: int, rounds: int = 9, pause_s: float = 0.05,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Times]:  # fmt: skip
+    """Time every variant in every round (see the module's protocol). All ranks of `group` must call it together.
+
+    Args:
+        launches: timed launches per run. rounds: runs per variant. pause_s: idle time before each run, seconds.
+
+    Raises:
+        XStageError: no variants, or fewer than one round or launch.
+    """
+    if not variants or launches < 1 or rounds < 1:
+        raise XStageError(f"interleaved: {len(variants)} variants, {launches} launches, {rounds} rounds; each must be at least 1")
+    names = list(variants)
+    mine: dict[str, list[float]] = {name: [] for name in names}
+    clocks: dict[str, list[int | None]] = {name: [] for name in names}
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for turn in range(rounds):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            function = variants[name]
+            meet(group)
+            time.sleep(pause_s)
+            function()
+            begin.record()
+            for _ in range(launches):
+                function()
+            end.record()
+            clocks[name].append(sm_clock_mhz())
+            torch.cuda.synchronize()
+            mine[name].append(begin.elapsed_time(end) * 1e6 / launches)
+    everyone = gather([mine, clocks], group)
+    return {name: Times([ranks[0][name] for ranks in everyone], [ranks[1][name] for ranks in everyone], launches) for name in names}
+
+
+def meet(group: dist.ProcessGroup | None = None) -> None:
+    """All ranks idle, together."""
+    torch.cuda.synchronize()
+    if dist.is_initialized():
+        dist.barrier(group)
+        torch.cuda.synchronize()
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each rank has, in rank order."""
+    if not dist.is_initialized():
+        return [value]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group)
+    return everyone
+
+
+def sm_clock_mhz() -> int | None:
+    """The SM clock now, or None where the management library is not installed."""
+    try:
+        return int(torch.cuda.clock_rate())
+    except (ImportError, ModuleNotFoundError, RuntimeError, AttributeError):
+        return None
+
+
+def launches_for(time_ns: float, budget_ns: float = 4e6, most: int = 20, least: int = 2) -> int:
+    """Timed launches so that one run takes about `budget_ns`: enough to average, too few to heat."""
+    return max(least, min(most, int(budget_ns / max(time_ns, 1.0))))
+
+
+def fingerprint() -> dict[str, Any]:
+    """GPUs, driver and versions, for result files."""
+    import numpy as np
+
+    found: dict[str, Any] = {"python": sys.version.split()[0], "numpy": np.__version__}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        found.update(
+            gpu=properties.name, sms=properties.multi_processor_count, gpus=dist.get_world_size() if dist.is_initialized() else 1,
+            cuda=torch.version.cuda, driver=_driver(),
+        )  # fmt: skip
+    return found
+
+
+class ResultFile:
+    """A JSON result file that is complete after every `add`, so that a run that is cut short keeps what it has.
+
+    Args:
+        path: written by rank 0 only. study: what was measured. write: False on ranks that should not write.
+
+    Raises:
+        XStageError: the path cannot be written; found before anything is measured.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], study: str, *, write: bool = True, settings: Mapping[str, Any] | None = None):
+        self.path, self._write = Path(path), write
+        if write:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            check_writable(self.path)
+        self.content: dict[str, Any] = {
+            "study": study, "created": datetime.now(UTC).isoformat(timespec="seconds"), "command": " ".join(sys.argv),
+            "fingerprint": fingerprint(), "settings": dict(settings or {}), "complete": False, "rows": [],
+        }  # fmt: skip
+        self._save()
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Append one row and save."""
+        self.content["rows"].append(dict(row))
+        self._save()
+
+    def finish(self) -> None:
+        """Mark the run as complete and save."""
+        self.content["complete"] = True
+        self._save()
+
+    def _save(self) -> None:
+        if self._write:
+            partial = self.path.with_name(self.path.name + ".partial")
+            partial.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
+            partial.replace(self.path)
+
+
+def _driver() -> str | None:
+    try:
+        for line in Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines():
+            if "NVRM" in line:
+                return next((word for word in line.split() if word.count(".") >= 1 and word[0].isdigit()), None)
+    except OSError:
+        pass
+    return None

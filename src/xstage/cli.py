@@ -1,0 +1,177 @@
+"""The command line: verbs and their arguments, no logic.
+
+Results go to stdout, progress and complaints to stderr. Exit codes: 0 done, 1 a check asked for with --check failed, 2 usage or
+file, 3 unsuitable machine, 4 a calibration failed its gates. Each verb imports what it needs, so that `predict` starts fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from xstage import __version__
+from xstage.errors import XStageError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except XStageError as error:
+        print(f"xstage {options.verb}: {error}", file=sys.stderr)
+        return error.exit_code
+    except ModuleNotFoundError as error:
+        print(f"xstage {options.verb}: package {error.name!r} is missing: pip install 'xstage[gpu]'", file=sys.stderr)
+        return 3
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="xstage", description="What happens to a remote GPU store after it was issued.")
+    parser.add_argument("--version", action="version", version=f"xstage {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def verb(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+        made = verbs.add_parser(name, help=text, description=text)
+        made.set_defaults(run=run)
+        return made
+
+    v = verb("calibrate", _calibrate, "Measure issue floor, drain rate and capacity on peer-connected GPUs (start it with torchrun).")
+    v.add_argument("--out", required=True, help="platform file to write")
+    v.add_argument("--name", help="platform name (default: from the GPU)")
+    v.add_argument("--method", action="append", choices=("st_global", "bulk"), help="store method, may be given twice (default: both)")
+    v.add_argument("--repeats", type=int, default=3, help="repeats of the whole protocol (default 3)")
+    v.add_argument("--check", action="store_true", help="exit 4 when a quality gate fails")
+    v.add_argument("--json", action="store_true", help="print the platform's tables as JSON instead of a table")
+
+    v = verb("predict", _predict, "Issue time, period and back-pressure of a repeated burst on a platform.")
+    v.add_argument("--platform", default="h200-nvlink4", help="gallery name or file (default h200-nvlink4)")
+    v.add_argument("--producers", type=float, help="K (default: all SMs)")
+    v.add_argument("--bytes", dest="bytes_per_producer", required=True, type=_size, help="B per producer, for example 32768 or 32KiB")
+    v.add_argument("--gap", dest="gap_ns", type=_time, default=0.0, help="G between bursts of the issuing role, for example 6us or 500ns")
+    v.add_argument("--method", default="st_global", help="st_global or bulk")
+    v.add_argument("--json", action="store_true")
+
+    v = verb("audit", _audit, "Hold a kernel design against both bounds of a platform; says reshape or piggyback.")
+    v.add_argument("design", help="shipped design name or TOML file")
+    v.add_argument("--platform", default="h200-nvlink4", help="gallery name or file (default h200-nvlink4)")
+    v.add_argument("--check", action="store_true", help="exit 1 when a bound is violated")
+    v.add_argument("--json", action="store_true")
+
+    v = verb("report", _report, "Write one self-contained HTML page; calibrates first where GPUs with peer access are found.")
+    v.add_argument("--out", default="xstage-report.html", help="page to write (default xstage-report.html)")
+    v.add_argument("--platform", help="gallery name or file instead of calibrating")
+    v.add_argument("--design", action="append", help="design to audit on the page, may be given again (default: the shipped ones)")
+    v.add_argument("--charts", help="folder for the charts as SVG and PNG too")
+
+    v = verb("compare", _compare, "Compare two platform files quantity by quantity from their raw samples.")
+    v.add_argument("a")
+    v.add_argument("b")
+    v.add_argument("--different-gpus", action="store_true", help="compare although the fingerprints name different GPUs")
+    v.add_argument("--check", action="store_true", help="exit 1 when a quantity is SLOWER")
+    v.add_argument("--json", action="store_true")
+
+    v = verb("bench", _bench, "Benchmarks, and the numbers that README and docs take from result files.")
+    v.add_argument("what", choices=("docs",), help="docs: write results/headline.json and the generated tables anew")
+    v.add_argument("--results", default="results", help="folder of result files (default results)")
+    v.add_argument("--documents", nargs="*", default=["README.md", "docs"], help="markdown files or folders (default README.md docs)")
+    v.add_argument("--check", action="store_true", help="exit 1 when something was not up to date")
+
+    v = verb("doctor", _doctor, "Say what runs on this machine, what does not, and the command that mends it.")
+    v.add_argument("--check", action="store_true", help="exit 1 when something that calibrate needs is missing")
+    v.add_argument("--json", action="store_true")
+    return parser
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    from xstage.calibration import calibrate
+    from xstage.calibration.table import summary, sweep_table
+    from xstage.platform import METHODS
+
+    platform = calibrate(out=options.out, name=options.name, methods=tuple(options.method or METHODS), repeats=options.repeats)
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(summary(platform), indent=1) if options.json else sweep_table(platform))
+        print(f"wrote {options.out}", file=sys.stderr)
+        for gate in platform.failed_gates:
+            print(f"gate failed: {gate.name}: {gate.value:.3g} {gate.unit}, limit {gate.limit:g} ({gate.detail})", file=sys.stderr)
+    return 4 if platform.failed_gates and options.check else 0
+
+
+def _predict(options: argparse.Namespace) -> int:
+    from xstage.predict import predict, text
+
+    result = predict(options.platform, options.producers, options.bytes_per_producer, options.gap_ns, options.method)
+    print(json.dumps(result, indent=1) if options.json else text(result))
+    return 0
+
+
+def _audit(options: argparse.Namespace) -> int:
+    from xstage.design import audit, load_design
+    from xstage.platform import load_platform
+
+    result = audit(load_design(options.design), load_platform(options.platform, samples=False))
+    print(json.dumps(result.to_json(), indent=1) if options.json else result.text())
+    return 1 if options.check and result.action != "piggyback" else 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from xstage.report.write import write_report
+
+    print(write_report(options.out, platform=options.platform, designs_to_audit=options.design, charts=options.charts))
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from xstage.bench.compare import compare, text, to_json, worst
+    from xstage.platform import load_platform
+
+    rows = compare(load_platform(options.a), load_platform(options.b), allow_different_gpus=options.different_gpus)
+    print(json.dumps(to_json(rows), indent=1) if options.json else text(rows))
+    return 1 if options.check and worst(rows) == "SLOWER" else 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from xstage.bench.tables import refresh
+
+    documents = [path for name in options.documents for path in (sorted(Path(name).glob("*.md")) if Path(name).is_dir() else [Path(name)])]
+    changed = refresh(Path(options.results), documents)
+    for path in changed:
+        print(path)
+    return 1 if options.check and changed else 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from xstage.doctor import examine, text
+
+    findings = examine()
+    print(json.dumps([f.__dict__ for f in findings], indent=1) if options.json else text(findings))
+    return 1 if options.check and not all(f.ok for f in findings) else 0
+
+
+def _size(text: str) -> float:
+    return _quantity(text, {"gib": 1024**3, "mib": 1024**2, "kib": 1024, "b": 1, "": 1}, "a size such as 32768, 32KiB or 1.5MiB")
+
+
+def _time(text: str) -> float:
+    return _quantity(text, {"ms": 1e6, "us": 1e3, "µs": 1e3, "ns": 1, "": 1}, "a time such as 6us, 500ns or 500 (ns)")
+
+
+def _quantity(text: str, units: dict[str, float], wanted: str) -> float:
+    number = text.strip().lower()
+    for unit, factor in units.items():
+        if number.endswith(unit):
+            try:
+                return float(number.removesuffix(unit)) * factor
+            except ValueError:
+                continue
+    raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")

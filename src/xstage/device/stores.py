@@ -1,0 +1,72 @@
+"""Remote stores by method. Addresses are 64-bit integers, because a peer's buffer reaches a kernel as a number in a table.
+
+None of these makes data visible to anybody: issue is not visibility. What a peer may read is decided by `device.signals`.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+
+@cute.jit
+def store_16(address: Int64, a: Int32, b: Int32, c: Int32, d: Int32) -> None:
+    """16-byte weak store of four words (`st.global.v4.b32`); `address` is 16-byte aligned."""
+    cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, a, b, c, d])
+
+
+@cute.jit
+def bulk_store(address: Int64, shared_address: Int32, size: Int32) -> None:
+    """Hand `size` bytes (a multiple of 16) of shared memory to the copy engine; one thread calls it.
+
+    Generic writes to that shared memory need `fence.proxy.async` by their writers first.
+    """
+    cute.arch.inline_ptx(
+        "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};", read_only_args=[address, shared_address, size]
+    )
+
+
+@cute.jit
+def bulk_commit() -> None:
+    """Close the calling thread's group of bulk stores."""
+    cute.arch.inline_ptx("cp.async.bulk.commit_group;")
+
+
+@cute.jit
+def bulk_wait_source_free() -> None:
+    """Wait until the calling thread's bulk stores have read their shared memory, so that it may be overwritten."""
+    cute.arch.inline_ptx("cp.async.bulk.wait_group.read 0;")
+
+
+@cute.jit
+def bulk_wait_done() -> None:
+    """Wait until the calling thread's bulk stores are visible to *that thread*. Its release is what shows them to a peer."""
+    cute.arch.inline_ptx("cp.async.bulk.wait_group 0;")
+
+
+@cute.jit
+def burst_of_16(base: Int64, size: Int32, thread: Int32, threads: cutlass.Constexpr, a: Int32, b: Int32, c: Int32, d: Int32) -> None:
+    """All `threads` of a CTA store `size` bytes from `base` on, coalesced, in a loop that is not unrolled.
+
+    The shape decides when the loop ends, not when the stores have left: each round writes its address register anew and so waits
+    until the store of the round before has left it. A thread runs one store ahead; straight-line code runs further ahead.
+    """
+    for offset in cutlass.range(thread * 16, size, threads * 16, unroll=1):
+        store_16(base + Int64(offset), a, b, c, d)
+
+
+@cute.jit
+def load_shared(shared_address: Int32) -> Int32:
+    """Volatile load of a word of shared memory: a value that the compiler can only keep, not compute again."""
+    return cute.arch.inline_ptx("ld.volatile.shared.u32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[shared_address])
+
+
+@cute.jit
+def burst_of_bulk(base: Int64, size: Int32, shared_address: Int32, shared_bytes: cutlass.Constexpr, chunk: cutlass.Constexpr) -> None:
+    """One thread stores `size` bytes from `base` on out of a shared-memory tile of `shared_bytes`, `chunk` bytes a copy.
+
+    The tile is read again from its start when `size` is larger.
+    """
+    for offset in cutlass.range(0, size, chunk, unroll=1):
+        bulk_store(base + Int64(offset), shared_address + offset % shared_bytes, cutlass.min(Int32(chunk), size - offset))

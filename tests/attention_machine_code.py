@@ -1,0 +1,81 @@
+"""Compiles the attention kernels of one or more configurations without a GPU and prints their PTX and machine code as JSON.
+
+Run by `test_attention_kernel.py` in a process of its own, because the target is read from the environment when the compiler is loaded.
+Arguments: configurations `dtype,head_dim,queries_per_kv,causal,world,with_lse,finish`; `stock,…` is flash-attn-4's own kernel.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
+from flash_attn.cute.interface import _tile_size_fwd_sm90
+from flash_attn.cute.utils import AuxData
+from quack.compile_utils import make_fake_tensor
+
+from xstage.attention import kernel_sm90
+
+
+def stock(dtype: str, head_dim: int, queries_per_kv: int, causal: bool) -> Any:
+    config = _tile_size_fwd_sm90(head_dim, head_dim, causal, False)
+    element = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype]
+    kernel = FlashAttentionForwardSm90(
+        element, head_dim, head_dim, queries_per_kv, is_causal=causal, is_local=False, pack_gqa=False, tile_m=config.m_block_size,
+        tile_n=config.n_block_size, num_stages=2, num_threads=384, Q_in_regs=False, intra_wg_overlap=config.intra_wg_overlap,
+        mma_pv_is_rs=config.mma_pv_is_rs,
+    )  # fmt: skip
+    batch, sequence, heads, kv_heads = (cute.sym_int() for _ in range(4))
+    q, o = (make_fake_tensor(element, (batch, sequence, heads, head_dim), divisibility=8) for _ in range(2))
+    k, v = (make_fake_tensor(element, (batch, sequence, kv_heads, head_dim), divisibility=8) for _ in range(2))
+    return cute.compile(
+        kernel, q, k, v, o, None, cutlass.Float32(1.0), *[None] * 9, AuxData(), None, None,
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options="--enable-tvm-ffi",
+    )  # fmt: skip
+
+
+def disassembler() -> str | None:
+    found = shutil.which("nvdisasm")
+    if found:
+        return found
+    try:
+        import triton
+    except ImportError:
+        return None
+    path = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    return str(path) if path.exists() else None
+
+
+def content(artifact: str | bytes) -> bytes:
+    """What was kept: the compiler hands out the text itself or the path of a file."""
+    raw = artifact.encode() if isinstance(artifact, str) else artifact
+    return raw if b"\0" in raw or b"\n" in raw else Path(raw.decode()).read_bytes()
+
+
+def disassembled(tool: str | None, cubin: bytes) -> str:
+    if tool is None:
+        return ""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+
+
+def main() -> None:
+    out = {}
+    tool = disassembler()
+    for name in sys.argv[1:]:
+        kind, dtype, head_dim, group, causal, *rest = name.split(",")
+        options = (dtype, int(head_dim), int(group), causal == "1")
+        kernel = stock(*options) if kind == "stock" else kernel_sm90.compiled(*options, int(rest[0]), rest[1] == "1", rest[2])
+        out[name] = {"ptx": content(kernel.__ptx__).decode(), "sass": disassembled(tool, content(kernel.__cubin__))}
+    print(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The attention kernels compile for sm_90a without a GPU; their PTX and machine code hold what the design promises.
+
+Asserted: 16-byte stores in the epilogue, wgmma as in flash-attn-4, no local memory (nothing spilled), scopes and order of the signals, the
+vote between staging and use. Not covered: that they compute anything (tests/gpu).
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    any(find_spec(name) is None for name in ("cutlass", "flash_attn", "quack")), reason="the kernel packages are not installed"
+)
+
+CONFIGURATIONS = [
+    "fused,bfloat16,128,1,0,2,0,wait",
+    "fused,bfloat16,128,4,1,8,1,wait",
+    "fused,float16,64,1,0,2,1,wait",
+    "fused,bfloat16,96,1,1,2,0,wait",
+    "fused,float16,256,2,0,2,0,wait",
+    "fused,bfloat16,128,1,0,2,0,signal",
+    "fused,bfloat16,128,1,0,2,0,none",
+]
+STOCK = "stock,bfloat16,128,1,0"
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    dump = tmp_path_factory.mktemp("dump")
+    environment = {
+        **os.environ, "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_ARCH": "sm_90", "FLASH_ATTENTION_NUM_SMS": "132",
+        "CUTE_DSL_KEEP": "ptx,cubin", "CUTE_DSL_DUMP_DIR": str(dump), "CUTE_DSL_NO_CACHE": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }  # fmt: skip
+    script = Path(__file__).with_name("attention_machine_code.py")
+    run = subprocess.run(
+        [sys.executable, str(script), *CONFIGURATIONS, STOCK], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_stores_and_matrix_instructions(code: dict[str, dict[str, str]], name: str) -> None:
+    ptx = code[name]["ptx"]
+    head_dim = int(name.split(",")[2])
+    rows, threads = (192, 384) if head_dim in (64, 96) else (128, 256)
+    # Every thread stores its share of the tile in pieces of 16 bytes, and stores nothing else of the output.
+    assert len(re.findall(r"st\.global\.v4", ptx)) == rows * head_dim * 2 // 16 // threads
+    assert "wgmma.mma_async" in ptx
+    assert "ld.local" not in ptx
+    assert "st.local" not in ptx
+    lse_stores = len(re.findall(r"st\.global\.(b32|f32)", ptx))
+    assert (lse_stores > 0) == (name.split(",")[6] == "1")
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_signals(code: dict[str, dict[str, str]], name: str) -> None:
+    ptx, finish = code[name]["ptx"], name.split(",")[-1]
+    if finish == "none":
+        assert ".sys" not in ptx
+        assert "atom." not in ptx
+        return
+    assert len(re.findall(r"st\.release\.sys\.global\.b64", ptx)) == 2  # entered, done
+    assert len(re.findall(r"atom\.acq_rel\.gpu\.global\.add", ptx)) == 1
+    # First look and spin, for `entered` and with `wait` for `done`.
+    assert len(re.findall(r"ld\.acquire\.sys\.global\.b64", ptx)) == (4 if finish == "wait" else 2)
+    arrival = ptx.index("atom.acq_rel.gpu.global.add")
+    done = [m.start() for m in re.finditer(r"st\.release\.sys", ptx)][-1]
+    stores = [m.start() for m in re.finditer(r"st\.global\.v4", ptx)]
+    assert max(stores) < arrival < done
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_staging_lies_on_both_sides_of_the_vote(code: dict[str, dict[str, str]], name: str) -> None:
+    ptx = code[name]["ptx"]
+    first_store = ptx.index("st.global.v4")
+    staged = [m.start() for m in re.finditer(r"stmatrix", ptx) if m.start() < first_store][-1]
+    read = min(m.start() for m in re.finditer(r"ld\.shared\.v4", ptx) if m.start() > staged)
+    votes = [m.start() for m in re.finditer(r"barrier\.cta\.red\.or\.pred", ptx)]
+    between = ptx[staged:read]
+    # The first tile of a CTA meets the warp that waited for the peers; later tiles meet only each other.
+    if name.endswith("none"):
+        assert not votes
+    else:
+        assert len(votes) == 2
+        assert "barrier.cta.red.or.pred" in between
+    assert re.search(r"bar\.sync|barrier\.sync", between)
+    assert read < first_store
+    # Q's place is given back between reading the tile and storing it.
+    released = [m.start() for m in re.finditer(r"mbarrier\.arrive", ptx) if read < m.start() < first_store]
+    assert len(released) == 1
+    assert "fence.proxy.async" in ptx[read : released[0]]
+
+
+def test_machine_code_spills_nothing(code: dict[str, dict[str, str]]) -> None:
+    if not code[STOCK]["sass"]:
+        pytest.skip("no disassembler")
+    for name, kernel in code.items():
+        for instruction in ("LDL", "STL"):
+            assert not re.search(rf"\b{instruction}\b", kernel["sass"]), f"{name} uses local memory"
+    plain = code["fused,bfloat16,128,1,0,2,0,wait"]["sass"]
+    assert len(re.findall(r"STG\.E\.128", plain)) == 8
+    assert plain.count("HGMMA") == code[STOCK]["sass"].count("HGMMA") > 0
+    assert len(re.findall(r"MEMBAR\.(?:ALL|SC)\.SYS", plain)) == 2  # the releases of `entered` and `done`, nothing else
+    assert len(re.findall(r"MEMBAR\.(?:ALL|SC)\.GPU", plain)) == 1  # one arrival per CTA
+
+
+def test_warps_keep_to_their_register_budget(code: dict[str, dict[str, str]]) -> None:
+    """The waiting warp lives in the producers' 24 or 32 registers, the stores in the math warps' share."""
+    if not code[STOCK]["sass"]:
+        pytest.skip("no disassembler")
+    for name, kernel in code.items():
+        parts = re.split(r"USETMAXREG\.\w+(?:\.CTAPOOL)?\s+(?:UP\d+, )?(0x[0-9a-f]+)", kernel["sass"])
+        assert len(parts) == 5, name
+        for limit, part in ((parts[1], parts[2]), (parts[3], parts[4])):
+            assert max(int(r) for r in re.findall(r"\bR(\d+)\b", part)) < int(limit, 16), name

@@ -1,0 +1,97 @@
+"""The timing record, its file, and the arithmetic of the attention study. Not covered: timing itself (needs GPUs)."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from xstage.attention import layout as lay
+from xstage.attention.layout import SequenceLayout
+from xstage.attention.op import choose_order
+from xstage.bench.timing import ResultFile, Times, interleaved, launches_for
+from xstage.errors import UnsuitableMachine, XStageError
+from xstage.platform import KiB, Platform, StoreMethod
+from xstage.studies import attention as study
+
+
+def platform() -> Platform:
+    store = StoreMethod(
+        "st_global", (1.0, 132.0), (350.0, 350.0), (1.0, 132.0), (100 * 32.0 * KiB,) * 2, (132.0,), (32.0 * KiB,), ((400.0,),)
+    )  # fmt: skip
+    return Platform(name="test", origin="published", sms=132, gpus=2, methods={"st_global": store})
+
+
+def test_the_slowest_rank_counts() -> None:
+    times = Times([[1.0, 2.0, 30.0], [3.0, 4.0, 5.0]], [[None] * 3] * 2, 7)
+    assert times.median_ns == [2.0, 4.0]
+    assert times.slowest_ns == 4.0
+    assert times.spread_ns == 2.0
+    assert times.to_json()["time_ns"] == [[1.0, 2.0, 30.0], [3.0, 4.0, 5.0]]
+
+
+def test_result_file_is_complete_after_every_row(tmp_path: Path) -> None:
+    file = ResultFile(tmp_path / "new" / "r.json", "attention", settings={"rounds": 9})
+    for n in range(2):
+        file.add({"sequence": n})
+        content = json.loads((tmp_path / "new" / "r.json").read_text())
+        assert [row["sequence"] for row in content["rows"]] == list(range(n + 1))
+        assert not content["complete"]
+    file.finish()
+    content = json.loads((tmp_path / "new" / "r.json").read_text())
+    assert content["complete"]
+    assert content["settings"] == {"rounds": 9}
+    assert content["fingerprint"]["torch"]
+    with pytest.raises(XStageError, match="directory"):
+        ResultFile(tmp_path, "attention")
+
+
+def test_launches_stay_few() -> None:
+    assert launches_for(50e3) == 20
+    assert launches_for(1e6) == 4
+    assert launches_for(30e6) == 2
+    with pytest.raises(XStageError, match="variants"):
+        interleaved({}, launches=1)
+
+
+def test_derived_answers() -> None:
+    def at(ns: float) -> Times:
+        return Times([[ns - 5], [ns]], [[None]] * 2, 1)
+
+    answers = study.derived(
+        {"fa4": at(1000), "local": at(1010), "auto": at(1030), "fused": at(1040), "nccl": at(1600), "push_graph": at(1100)}
+    )
+    assert answers == {
+        "residual_ns": 20, "residual_over_fa4_ns": 30, "readiness_ns": 10, "residual_share": 0.02,
+        "speedup_paper_baseline": round(1600 / 1040, 4), "speedup_strongest": round(1100 / 1040, 4),
+    }  # fmt: skip
+
+
+def test_prediction_is_stalls_plus_the_last_drain() -> None:
+    tile = 32 * KiB
+    assert study.predicted_residual_ns([64, 64, 0], tile, platform()) == 0
+    assert study.predicted_residual_ns([64, 64], tile, platform()) == pytest.approx(64 * tile / 350)
+    assert study.predicted_residual_ns([132, 0], tile, platform()) == pytest.approx(32 * tile / 350)
+    assert study.predicted_residual_ns([132, 132], tile, platform()) == pytest.approx((32 + 132) * tile / 350)
+
+
+def test_prediction_prefers_the_order_that_auto_takes() -> None:
+    """From three waves on the tail outweighs what earlier waves can carry; the model, not the measurement, is asserted here."""
+    layout = SequenceLayout.even(16384, 2)
+    predicted = {}
+    for order in ("plain", "alternating", "own_last"):
+        table = lay.tile_table(layout, 0, heads=4, batch=1, tile_rows=128, ctas=132, order=order, capacity_tiles=99)
+        predicted[order] = study.predicted_residual_ns(lay.remote_tiles(table, layout, 0, 128), 32 * KiB, platform())
+    assert choose_order("auto", 512 / 132, False) == "own_last"
+    assert predicted["own_last"] < predicted["alternating"] <= predicted["plain"]
+    assert choose_order("auto", 1.9, False) == choose_order("auto", 30, True) == "alternating"
+
+
+def test_study_refuses_a_machine_without_peers(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.device_count() >= 2:
+        pytest.skip("this machine has peers")
+    with pytest.raises(UnsuitableMachine, match="two peer-connected GPUs"):
+        study.run(str(tmp_path / "r.json"))
+    with pytest.raises(XStageError, match="variants"):
+        study.run(str(tmp_path / "r.json"), variants=["fastest"])
