@@ -240,6 +240,7 @@ def simulate_moe(
     staging_ns: float | None = None,
     duplex: float = DUPLEX,
     jitter: float = MAINLOOP_SPREAD,
+    ring_rows: int = 0,
     trace: bool = False,
 ) -> MoERun:
     """Run one order of a workload on a platform.
@@ -248,7 +249,8 @@ def simulate_moe(
         order: one of `ORDERS` or a `TileOrder`. lead_rows: D, default D_knee. method: store method.
         remote: False for the local-store control. completion_coupled: the counterfactual in which issuers wait for completion.
         staging_ns: local part of the epilogue, default `STAGING_NS` in proportion to the tile. duplex: factor on R, default `DUPLEX`.
-        jitter: relative half-width of mainloop times. trace: keep the outstanding bytes over time.
+        jitter: relative half-width of mainloop times. ring_rows: rows that fit between the layers, 0 for no limit.
+        trace: keep the outstanding bytes over time.
 
     Raises:
         XStageError: bad arguments, an unknown store method, or a run in which nothing can progress.
@@ -277,6 +279,7 @@ def simulate_moe(
         staging_ns=staging,
         roles=workload.roles,
         slots=workload.slots,
+        ring_rows=ring_rows,
         ctas_per_instance=workload.ctas,
         arrival_bytes=arrival,
         completion_coupled=completion_coupled,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from xstage import tile_order
-from xstage.plan import PAPER_LOCALITY
+from xstage.planner import PAPER_LOCALITY
 from xstage.platform import load_platform
 from xstage.simulate import shapes
 from xstage.simulate.mega_moe import simulate_moe

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from xstage import tile_order
-from xstage.plan import PAPER_LOCALITY
+from xstage.planner import PAPER_LOCALITY
 from xstage.platform import Platform, load_platform
 from xstage.simulate import shapes
 from xstage.simulate.mega_moe import Locality, MoEWorkload, simulate_moe

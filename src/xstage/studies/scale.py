@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from xstage import tile_order
-from xstage.plan import ERROR_PER_TILE_NS, PAPER_LOCALITY, at_scale
+from xstage.planner import ERROR_PER_TILE_NS, PAPER_LOCALITY, at_scale
 from xstage.platform import Platform, load_platform
 from xstage.simulate import shapes
 from xstage.simulate.mega_moe import MoEWorkload, simulate_moe

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from xstage import tile_order
-from xstage.plan import lead_sweep
+from xstage.planner import lead_sweep
 from xstage.platform import load_platform
 from xstage.simulate import engine
 from xstage.studies import moe84

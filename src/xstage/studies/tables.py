@@ -1,27 +1,20 @@
-"""Markdown tables from the result files of the simulated studies, filled in between markers of a document.
-
-A document holds `<!-- generated: NAME -->` … `<!-- end -->`; what is between is replaced by the table of that name.
-"""
+"""Markdown tables of the simulated studies, from their result files; `bench.tables` fills them into documents."""
 
 from __future__ import annotations
 
 import json
-import re
-import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from xstage.errors import XStageError
-from xstage.studies.result import SIMULATED
-
-_MARK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(r) + " |" for r in rows]) + "\n"
+    return "\n".join(lines + ["| " + " | ".join(r) + " |" for r in rows])
 
 
 def table2(result: dict[str, Any]) -> str:
@@ -167,42 +160,24 @@ def speed(result: dict[str, Any]) -> str:
     return grid(["", "measured", "limit"], rows)
 
 
-TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "table2": ("table2", table2),
-    "table2-fabric": ("table2", table2_fabric),
-    "table2-variants": ("table2", table2_variants),
-    "table2-tried": ("table2", table2_tried),
-    "table2-leave-one-out": ("table2", table2_leave_one_out),
-    "moe84": ("moe84", moe84),
-    "moe84-groups": ("moe84", moe84_groups),
-    "moe84-variants": ("moe84", moe84_variants),
-    "table3": ("table3", table3),
-    "scale": ("scale", scale),
-    "lead": ("lead", lead),
-    "speed": ("speed", speed),
+def _from(study: str, draw: Callable[[dict[str, Any]], str], results: Path) -> str:
+    source = results / "simulated" / f"{study}.json"
+    if not source.is_file():
+        raise XStageError(f"results: {source} is missing, make it with: python -m xstage.studies.{study}")
+    return draw(json.loads(source.read_text(encoding="utf-8")))
+
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    "simulate-table2": partial(_from, "table2", table2),
+    "simulate-table2-fabric": partial(_from, "table2", table2_fabric),
+    "simulate-table2-variants": partial(_from, "table2", table2_variants),
+    "simulate-table2-tried": partial(_from, "table2", table2_tried),
+    "simulate-table2-leave-one-out": partial(_from, "table2", table2_leave_one_out),
+    "simulate-moe84": partial(_from, "moe84", moe84),
+    "simulate-moe84-groups": partial(_from, "moe84", moe84_groups),
+    "simulate-moe84-variants": partial(_from, "moe84", moe84_variants),
+    "simulate-table3": partial(_from, "table3", table3),
+    "simulate-scale": partial(_from, "scale", scale),
+    "simulate-lead": partial(_from, "lead", lead),
+    "simulate-speed": partial(_from, "speed", speed),
 }
-
-
-def filled(text: str, results: Path = SIMULATED) -> str:
-    """The document with every marked table replaced.
-
-    Raises:
-        XStageError: a marker names no table, or its result file is missing.
-    """
-
-    def one(match: re.Match[str]) -> str:
-        name = match.group(2)
-        if name not in TABLES:
-            raise XStageError(f"marker: {name!r} is not a table, known are {', '.join(TABLES)}")
-        study, draw = TABLES[name]
-        source = results / f"{study}.json"
-        if not source.is_file():
-            raise XStageError(f"marker: table {name!r} needs {source}, which is missing")
-        return match.group(1) + draw(json.loads(source.read_text(encoding="utf-8"))) + match.group(3)
-
-    return _MARK.sub(one, text)
-
-
-if __name__ == "__main__":
-    for document in map(Path, sys.argv[1:] or ["docs/simulate.md"]):
-        document.write_text(filled(document.read_text(encoding="utf-8")), encoding="utf-8")

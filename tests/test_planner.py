@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from xstage.errors import XStageError
-from xstage.plan import at_scale, lead_sweep, plan, with_tile
+from xstage.planner import at_scale, lead_sweep, plan, with_tile
 from xstage.platform import load_platform
 from xstage.simulate import shapes
 
