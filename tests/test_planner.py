@@ -86,6 +86,14 @@ def test_bad_input():
         at_scale(w, PLATFORM, 16, port_rate=0)
 
 
+def test_constants_of_the_paper_are_named_on_other_platforms():
+    elsewhere = replace(PLATFORM, name="other")
+    assert any(w.startswith("staging_ns: not given") for w in plan(workload("Hy3"), elsewhere).warnings)
+    given = plan(workload("Hy3"), elsewhere, staging_ns=2610.0)
+    assert not any(w.startswith("staging_ns") for w in given.warnings)
+    assert given.baseline.time_ns == plan(workload("Hy3"), PLATFORM).baseline.time_ns
+
+
 def test_two_store_methods_are_both_tried():
     method = PLATFORM.method()
     both = replace(PLATFORM, methods={"st_global": method, "bulk": replace(method, name="bulk", capacity=(9e6,))})

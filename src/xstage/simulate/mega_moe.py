@@ -248,7 +248,7 @@ def simulate_moe(
     Args:
         order: one of `ORDERS` or a `TileOrder`. lead_rows: D, default D_knee. method: store method.
         remote: False for the local-store control. completion_coupled: the counterfactual in which issuers wait for completion.
-        staging_ns: local part of the epilogue, default `STAGING_NS` in proportion to the tile. duplex: factor on R, default `DUPLEX`.
+        staging_ns: local part of the epilogue of a 192 × 128 tile (scaled to the tile), default `STAGING_NS`. duplex: factor on R, default `DUPLEX`.
         jitter: relative half-width of mainloop times. ring_rows: rows that fit between the layers, 0 for no limit.
         trace: keep the outstanding bytes over time.
 
@@ -305,7 +305,7 @@ def simulate_moe(
         breakdown_ns={
             "mainloops": mainloops,
             "staging stalls": stalled,
-            "waiting for data, and tail": max(time - mainloops - stalled, 0.0),
+            "waits, local epilogues, tail": max(time - mainloops - stalled, 0.0),
         },
     )
 
@@ -362,7 +362,7 @@ def describe(run: MoERun, platform: Platform) -> list[str]:
         f"predicted time {run.time_ns / 1e3:.1f} µs, tensor cores busy {100 * run.tensor_busy:.0f}%",
         f"Linear-2 tile: span {run.span_ns / 1e3:.2f} µs, stall {run.stall_ns / 1e3:.2f} µs (medians)",
     ]
-    return lines + [f"  {cause:<26}{time / 1e3:10.1f} µs  {100 * time / run.time_ns:5.1f}%" for cause, time in run.breakdown_ns.items()]
+    return lines + [f"  {cause:<30}{time / 1e3:10.1f} µs  {100 * time / run.time_ns:5.1f}%" for cause, time in run.breakdown_ns.items()]
 
 
 def as_json(run: MoERun) -> dict[str, Any]:
