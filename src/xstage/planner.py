@@ -163,7 +163,7 @@ def plan(
     found.sort(key=lambda c: c.time_ns)
     # Among those that the model cannot tell from the fastest, the one closest to the baseline: fewer things to change.
     fastest = found[0]
-    tied = [c for c in found if c.time_ns - fastest.time_ns <= 0.1 * fastest.error_ns]
+    tied = [c for c in found if c.time_ns - fastest.time_ns <= 0.25 * fastest.error_ns]
     choice = min(tied, key=lambda c: (_changes(c, baseline), c.lead_rows or 0, c.time_ns))
     saved = baseline.time_ns - choice.time_ns
     if saved <= baseline.error_ns:

@@ -248,7 +248,8 @@ def simulate_moe(
     Args:
         order: one of `ORDERS` or a `TileOrder`. lead_rows: D, default D_knee. method: store method.
         remote: False for the local-store control. completion_coupled: the counterfactual in which issuers wait for completion.
-        staging_ns: local part of the epilogue of a 192 × 128 tile (scaled to the tile), default `STAGING_NS`. duplex: factor on R, default `DUPLEX`.
+        staging_ns: local part of the epilogue of a 192 × 128 tile (scaled to the tile), default `STAGING_NS`.
+        duplex: factor on R, default `DUPLEX`.
         jitter: relative half-width of mainloop times. ring_rows: rows that fit between the layers, 0 for no limit.
         trace: keep the outstanding bytes over time.
 
