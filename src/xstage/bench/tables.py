@@ -19,6 +19,7 @@ from xstage.burst_gap import knee_bytes_per_producer
 from xstage.calibration.fit import held_out
 from xstage.errors import XStageError
 from xstage.platform import METHODS, KiB, MiB, Platform, load_platform
+from xstage.studies.tables import TABLES as SIMULATED
 
 HEADLINE = "headline.json"
 
@@ -168,4 +169,5 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "producers": _producers_table,
     "gates": _gates_table,
     "comparison": _comparison_table,
+    **SIMULATED,
 }

@@ -1,0 +1,93 @@
+"""Model shapes of the paper's evaluation, with the mainloop times that its table 2 prints.
+
+The shapes are the public ones of the models; the paper does not print them. `DiT-MoE` is synthetic: its shape is not public, the
+intermediate size is inferred from its Linear-2 time (1280 on the line through the other rows) and the rest is made up. Mainloop
+times are medians of full tiles, W8A8. A W4A8 mainloop is taken to be shorter in the ratio of bytes that a CTA loads per step of K
+(an assumption: the printed times follow loads, not arithmetic).
+
+The tile, 192 × 128 per CTA in clusters of two, is the public kernel's choice for long sequences; the paper does not print it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xstage.errors import XStageError
+from xstage.simulate import routing as routings
+from xstage.simulate.mega_moe import MoEWorkload
+
+TILE_M, TILE_N, CTAS = 192, 128, 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """hidden, intermediate, experts, top_k of a model and its full-tile mainloop times (ns, W8A8, paper's table 2)."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    mma_l2_ns: float
+    mma_l1_ns: float
+    synthetic: bool = False
+
+
+SHAPES = (
+    Shape("DiT-MoE", 5120, 1280, 64, 4, 5300, 9770, synthetic=True),
+    Shape("Qwen3.5", 4096, 1024, 512, 10, 4240, 14400),
+    Shape("Hy3", 4096, 1536, 192, 8, 6090, 10790),
+    Shape("MiMo-V2.5", 4096, 2048, 256, 8, 7770, 7570),
+    Shape("GLM-5.2", 6144, 2048, 256, 8, 7990, 18770),
+    Shape("DSv4-Flash", 4096, 2048, 256, 6, 8010, 7400),
+    Shape("DSv4-Pro", 7168, 3072, 384, 6, 9540, 11570),
+)
+
+
+def shape(name: str) -> Shape:
+    """A shape by name, any case.
+
+    Raises:
+        XStageError: no such shape.
+    """
+    for known in SHAPES:
+        if known.name.lower() == name.lower():
+            return known
+    raise XStageError(f"shape: {name!r} is unknown, known are {', '.join(s.name for s in SHAPES)}")
+
+
+def moe_workload(
+    model: Shape | str,
+    tokens_per_rank: int,
+    *,
+    ranks: int = 8,
+    routing: str = "balanced",
+    alpha: float = 1.0,
+    seed: int = 0,
+    weight_bits: int = 8,
+    dispatch: str = "pull",
+) -> MoEWorkload:
+    """The workload of a shape.
+
+    Args:
+        routing: `balanced`, `power` (with `alpha` and `seed`), or the path of a JSON file with one count per expert.
+
+    Raises:
+        XStageError: an unknown shape, or sizes that do not fit each other.
+    """
+    m = shape(model) if isinstance(model, str) else model
+    if tokens_per_rank < 1:
+        raise XStageError(f"tokens_per_rank: {tokens_per_rank} must be at least 1")
+    tokens = tokens_per_rank * ranks
+    if routing == "balanced":
+        load = routings.balanced(tokens, m.experts, m.top_k)
+    elif routing == "power":
+        load = routings.power(tokens, m.experts, m.top_k, alpha, seed)
+    else:
+        load = routings.from_file(routing, tokens, m.experts, m.top_k)
+    share = (TILE_M / CTAS + TILE_N * weight_bits / 8) / (TILE_M / CTAS + TILE_N)
+    return MoEWorkload(
+        name=m.name, hidden=m.hidden, intermediate=m.intermediate, experts=m.experts, top_k=m.top_k, tokens=tokens, ranks=ranks,
+        mma_l1_ns=m.mma_l1_ns * share, mma_l2_ns=m.mma_l2_ns * share, tile_m=TILE_M, tile_n=TILE_N, ctas=CTAS, routing=load,
+        weight_bits=weight_bits, synthetic=m.synthetic, dispatch=dispatch,
+    )  # fmt: skip
