@@ -45,6 +45,10 @@ def test_predict_flags_extrapolation_but_answers(capsys: pytest.CaptureFixture[s
         (["audit", "no-such-design"], "no-such-design"),
         (["report", "--platform", "paper-8gpu", "--out", "/no/such/folder/page.html"], "is not a directory"),
         (["compare", "paper-8gpu", "paper-8gpu"], "paper-8gpu"),
+        (["plan", "--shape", "nothing"], "shape: 'nothing' is unknown"),
+        (["plan", "--shape", "Qwen3.5", "--tokens", "0"], "tokens_per_rank: 0"),
+        (["simulate", "--shape", "Hy3", "--order", "sideways"], "order: 'sideways' is unknown"),
+        (["simulate", "--shape", "Hy3", "--trace", "/"], "trace: / is a directory"),
         (["calibrate", "--out", "/"], "is a directory"),
         (["calibrate", "--out", "x.json", "--repeats", "0"], "repeats: 0"),
     ],
@@ -59,6 +63,20 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
     assert message in captured.err
     assert captured.err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_simulate_prints_a_breakdown_and_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.json"
+    assert main(["simulate", "--shape", "Qwen3.5", "--tokens", "2048", "--order", "expert-wave", "--trace", str(trace)]) == 0
+    captured = capsys.readouterr()
+    assert "staging stalls" in captured.out
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_plan_names_its_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--shape", "Qwen3.5", "--tokens", "2048", "--routing", "power", "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert out
 
 
 def test_units_are_refused_by_name() -> None:

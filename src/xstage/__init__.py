@@ -19,6 +19,11 @@ _HOMES = {
     "bursts_to_saturation": "burst_gap", "completion_coupled_period_ns": "burst_gap", "recurrence": "burst_gap",
     "Design": "design", "Interleave": "design", "Audit": "design", "audit": "design", "load_design": "design", "designs": "design",
     "calibrate": "calibration", "write_report": "report.write", "compare": "bench.compare",
+    "plan": "planner", "Plan": "planner", "MoEWorkload": "simulate.mega_moe", "simulate_moe": "simulate.mega_moe",
+    "moe_workload": "simulate.shapes", "AttentionWorkload": "simulate.attention", "simulate_attention": "simulate.attention",
+    "TileOrder": "tile_order", "lead_knee": "tile_order", "write_trace": "simulate.trace",
+    "AttentionA2A": "attention.op", "Variant": "attention.op", "flash_attention_a2a": "attention.op", "release_shared": "attention.op",
+    "SequenceLayout": "attention.layout", "Segment": "attention.layout",
     "XStageError": "errors", "UnsuitableMachine": "errors", "CalibrationFailed": "errors", "PeerTimeout": "errors",
 }  # fmt: skip
 

@@ -66,6 +66,18 @@ def _parser() -> argparse.ArgumentParser:
     v.add_argument("--check", action="store_true", help="exit 1 when a bound is violated")
     v.add_argument("--json", action="store_true")
 
+    v = verb("simulate", _simulate, "Run a MegaMoE tile order on a platform: spans, stalls, and a trace for Perfetto.")
+    _workload_arguments(v)
+    v.add_argument("--order", default="interleaved", help="expert-wave, interleaved, alternating or groups (default interleaved)")
+    v.add_argument("--lead", type=int, help="D in rows (default: the knee)")
+    v.add_argument("--local", action="store_true", help="local-store control")
+    v.add_argument("--trace", help="trace file to write, for ui.perfetto.dev")
+    v.add_argument("--json", action="store_true")
+
+    v = verb("plan", _plan, "Choose tile order, lead, store method, staging depth and tile for a MegaMoE layer.")
+    _workload_arguments(v)
+    v.add_argument("--json", action="store_true")
+
     v = verb("report", _report, "Write one self-contained HTML page; calibrates first where GPUs with peer access are found.")
     v.add_argument("--out", default="xstage-report.html", help="page to write (default xstage-report.html)")
     v.add_argument("--platform", help="gallery name or file instead of calibrating")
@@ -120,6 +132,53 @@ def _audit(options: argparse.Namespace) -> int:
     result = audit(load_design(options.design), load_platform(options.platform, samples=False))
     print(json.dumps(result.to_json(), indent=1) if options.json else result.text())
     return 1 if options.check and result.action != "piggyback" else 0
+
+
+def _workload_arguments(v: argparse.ArgumentParser) -> None:
+    v.add_argument("--shape", required=True, help="model shape, for example Qwen3.5")
+    v.add_argument("--tokens", type=int, default=8192, help="tokens per rank (default 8192)")
+    v.add_argument("--ranks", type=int, default=8, help="expert-parallel ranks (default 8)")
+    v.add_argument("--routing", default="balanced", help="balanced, power, or a JSON file with one count per expert (default balanced)")
+    v.add_argument("--alpha", type=float, default=1.0, help="exponent of the power law (default 1.0)")
+    v.add_argument("--seed", type=int, default=0)
+    v.add_argument("--weight-bits", type=int, choices=(4, 8), default=8)
+    v.add_argument("--platform", default="paper-8gpu", help="gallery name or file (default paper-8gpu, which the shapes' mainloops fit)")
+
+
+def _workload(options: argparse.Namespace) -> Any:
+    from xstage.simulate.shapes import moe_workload
+
+    return moe_workload(
+        options.shape, options.tokens, ranks=options.ranks, routing=options.routing, alpha=options.alpha, seed=options.seed,
+        weight_bits=options.weight_bits,
+    )  # fmt: skip
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from xstage.platform import check_writable, load_platform
+    from xstage.simulate.mega_moe import as_json, describe, simulate_moe
+    from xstage.simulate.trace import write_trace
+
+    if options.trace:
+        check_writable(options.trace, "trace")
+    workload, platform = _workload(options), load_platform(options.platform, samples=False)
+    run = simulate_moe(
+        workload, platform, options.order, lead_rows=options.lead, remote=not options.local, trace=bool(options.trace)
+    )  # fmt: skip
+    print(json.dumps(as_json(run), indent=1) if options.json else "\n".join(describe(run, platform)))
+    if options.trace:
+        capacity = float(platform.method("st_global").capacity_bytes(platform.sms))
+        print(write_trace(options.trace, run.timeline, capacity, ctas=workload.ctas), file=sys.stderr)
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from xstage.planner import plan
+    from xstage.platform import load_platform
+
+    chosen = plan(_workload(options), load_platform(options.platform, samples=False))
+    print(json.dumps(chosen.as_json(), indent=1) if options.json else "\n".join(chosen.describe()))
+    return 0
 
 
 def _report(options: argparse.Namespace) -> int:
