@@ -2,7 +2,7 @@
 
 Run by `test_attention_kernel.py` in a process of its own, because the target is read from the environment when the compiler is loaded.
 Arguments: configurations `dtype,head_dim,queries_per_kv,causal,world,with_lse,check_entry`; `stock,…` is flash-attn-4's own kernel,
-`finish,world,wait` the kernel that follows.
+`finish,world` the kernel that follows.
 """
 
 import json
@@ -72,7 +72,7 @@ def main() -> None:
     tool = disassembler()
     for name in sys.argv[1:]:
         if name.startswith("finish"):
-            kernel = kernel_sm90.compiled_finish(*(int(word) for word in name.split(",")[1:]))
+            kernel = kernel_sm90.compiled_finish(int(name.split(",")[1]))
             out[name] = {"ptx": content(kernel.__ptx__).decode(), "sass": disassembled(tool, content(kernel.__cubin__))}
             continue
         kind, dtype, head_dim, group, causal, *rest = name.split(",")

@@ -6,9 +6,11 @@ Everything comes from `nvidia-smi` and installed package metadata; a field that 
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import re
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,9 @@ _QUERY = {
     "sm_clock_now_mhz": "clocks.sm",
     "temperature_c": "temperature.gpu",
 }
-_PACKAGES = ("torch", "nvidia-cutlass-dsl", "flash-attn-4", "quack-kernels", "apache-tvm-ffi", "numpy")
+_PACKAGES = (
+    "torch", "triton", "nvidia-cutlass-dsl", "flash-attn-4", "quack-kernels", "apache-tvm-ffi", "fa3-fwd", "sgl-deep-gemm", "numpy",
+)  # fmt: skip
 
 
 def fingerprint(sources: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -55,6 +59,12 @@ def gpu_facts() -> dict[str, Any]:
         facts["nvlink_links"], facts["nvlink_gbps_per_link"] = len(links), float(links[0])
         facts["nvlink_generation"] = {25.781: 3, 26.562: 4, 53.125: 5}.get(float(links[0]), "unknown")
     return facts
+
+
+def command() -> str:
+    """The command line with file names instead of paths: what to type elsewhere, not where this machine keeps things."""
+    program = "xstage" if Path(sys.argv[0]).name in ("__main__.py", "xstage") else Path(sys.argv[0]).name
+    return " ".join([program, *(Path(a).name if os.sep in a else a for a in sys.argv[1:])])
 
 
 def versions() -> dict[str, str]:

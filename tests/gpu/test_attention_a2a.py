@@ -145,7 +145,7 @@ def random_shapes(options: argparse.Namespace) -> None:
             for _ in range(-(-options.shapes // len(configurations))):
                 sequence = draw.choice([draw.randint(1, 300), draw.randint(1, most), 128 * draw.randint(1, most // 128)])
                 layout, batch = random_layout(draw, sequence), draw.randint(1, batches)
-                variant = Variant(order=draw.choice(["auto", *ORDERS]))
+                variant = Variant(order=draw.choice(["auto", *ORDERS]), entry=draw.choice(["auto", "always"]))
                 q, k, v = tensors(batch, sequence, counts[RANK], kv_counts[RANK], head_dim, dtype, done)
                 want, want_lse = expected(q, k, v, counts, layout, causal)
                 assert attend._buffer is not None
@@ -262,7 +262,7 @@ def mismatch(options: argparse.Namespace) -> None:
     from xstage.attention.op import AttentionA2A
     from xstage.errors import PeerTimeout, XStageError
 
-    with AttentionA2A(max_sequence=1024, heads=2 * WORLD, head_dim=128, timeout_s=5, fallback="error") as attend:
+    with AttentionA2A(max_sequence=1024, heads=2 * WORLD, head_dim=128, timeout_s=5, buffers=1, fallback="error") as attend:
         with pytest.raises(XStageError, match="sequence"):
             attend(*tensors(1, 512 + 128 * RANK, 2, 2, 128, torch.bfloat16, 1))
         both = [tensors(1, n, 2, 2, 128, torch.bfloat16, 1) for n in (512, 640)]
@@ -379,7 +379,7 @@ def dead(options: argparse.Namespace) -> None:
     if RANK == 0:
         begun = time.time()
         attend(*x)
-        with pytest.raises(PeerTimeout, match=r"rank [1-9] did not arrive within 2 s \(rank 0, phase entered, tag 'attention-a2a"):
+        with pytest.raises(PeerTimeout, match=r"rank [1-9] did not arrive within 2 s \(rank 0, phase done, tag 'attention-a2a"):
             attend.check()
         assert time.time() - begun < 6, "the wait was not bounded"
         with pytest.raises(PeerTimeout):

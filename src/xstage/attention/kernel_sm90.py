@@ -7,7 +7,7 @@ What is changed of flash-attn-4's `FlashAttentionForwardSm90` (everything else, 
 * `epilogue`: the tile is staged through shared memory as FA4 does it, and each thread stores 16-byte pieces to the address of
   their row, read from a table of one address per row of the sequence (`layout.row_table`). A tile may therefore straddle ranks, and a
   shard may have any size and order, at no cost but one 8-byte load per thread and row, issued before the staging.
-* `load`: one idle warp publishes `entered` to every rank (CTA 0) and checks that of every rank (all CTAs).
+* `load`: one idle warp publishes `entered` to every rank (CTA 0) and checks that of every rank (all CTAs), where that is needed.
 
 A second kernel of one warp (`Finish`) follows on the stream. It tells every rank that this one is done, and waits for all of them.
 
@@ -19,6 +19,8 @@ Causality (PTX memory model), generation g of rank r:
 1. Whatever rank r ran before on its stream has read its output buffer. Kernel order puts that before `st.release.sys entered[r] = g`.
    A peer stores into r's buffer only after `ld.acquire.sys` returned g (one warp, then the CTA barrier that all stores follow).
    So no output is overwritten that r may still be reading, with one static buffer as with alternating ones.
+   A call that follows one with another buffer needs no such check and is compiled without (`check_entry=False`): the peer's `done` of
+   the call before, which this rank has acquired, comes after the peer's reading of everything older.
 2. All stores of the attention kernel happen before the next kernel of the stream, `Finish`, whose `st.release.sys done[me] = g` on every
    rank orders them: causality is transitive. A rank that acquires `done` of every rank sees every row.
 3. `Finish` waits for every `done` with acquire.sys and ends; the next kernel on the stream is ordered after it. Its completion means:
@@ -77,6 +79,11 @@ class Tables(ParamsBase):
     lse_rows: cute.Tensor | None = None  # int64 [batch, sequence]
 
 
+def unpacked(tile: Int32) -> tuple[Int32, Int32, Int32]:
+    """(block, head, batch) of an entry of the tile table."""
+    return tile & ((1 << BLOCK_BITS) - 1), (tile >> BLOCK_BITS) & ((1 << HEAD_BITS) - 1), tile >> (BLOCK_BITS + HEAD_BITS)
+
+
 class TableScheduler:
     """One tile per CTA, read from the tile table. That there is no second one is known when the kernel is compiled."""
 
@@ -89,10 +96,7 @@ class TableScheduler:
         return TableScheduler(tables.tiles[cute.arch.block_idx()[0]], loc=loc, ip=ip)
 
     def get_current_work(self, *, loc: Any = None, ip: Any = None) -> WorkTileInfo:
-        block = self._tile & ((1 << BLOCK_BITS) - 1)
-        head = (self._tile >> BLOCK_BITS) & ((1 << HEAD_BITS) - 1)
-        batch = self._tile >> (BLOCK_BITS + HEAD_BITS)
-        return WorkTileInfo((block, head, batch, Int32(0)), self._first)
+        return WorkTileInfo((*unpacked(self._tile), Int32(0)), self._first)
 
     def initial_work_tile_info(self, *, loc: Any = None, ip: Any = None) -> WorkTileInfo:
         return self.get_current_work()
@@ -179,10 +183,10 @@ class Protocol:
 
 
 class Finish:
-    """One warp: publish `done` to every rank, wait for every rank's (unless `wait` is False), advance the generation."""
+    """One warp: publish `done` to every rank, wait for every rank's, advance the generation."""
 
-    def __init__(self, world: int, wait: bool):
-        self.world, self.wait = world, wait
+    def __init__(self, world: int):
+        self.world = world
 
     @cute.jit
     def __call__(self, control: cute.Tensor, call: cute.Tensor, words: cute.Tensor, stream: cuda.CUstream) -> None:
@@ -198,8 +202,7 @@ class Finish:
             if signals.load_relaxed_gpu(protocol.failed_address()) != 0:
                 what = Int64(signals.GAVE_UP)
             protocol.publish(DONE, lane, what)
-            if const_expr(self.wait):
-                protocol.wait(DONE, lane)
+            protocol.wait(DONE, lane)
         cute.arch.sync_warp()
         if lane == 0:
             control[GENERATION] = Int64(protocol.generation())
@@ -211,7 +214,7 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
     Args (beyond the base class's):
         world: number of ranks, at most 32.
         with_lse: also store each row's log-sum-exp (float32) through a second row table.
-        check_entry: store only after every rank has entered the call; False for the measurement of stores alone.
+        check_entry: store only after every rank has entered the call.
     """
 
     # The base class assigns this in `__call__`; the rows of a tile have more than one destination, which one tensor map cannot say.
@@ -274,9 +277,18 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
         )  # fmt: skip
 
     @cute.jit
+    def _tile_again(self):
+        address = self._tables.tiles.iterator.toint() + Int64(cute.arch.block_idx()[0]) * 4
+        return unpacked(cute.arch.inline_ptx("ld.volatile.global.u32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]))
+
+    @cute.jit
     def epilogue(
         self, acc_O, lse, mO, mLSE, sO, seqlen, gmem_tiled_copy_O, tma_atom_O, tiled_mma, tidx, m_block, head_idx, batch_idx,
     ):  # fmt: skip
+        # Everything that says which rows and which thread is read anew here: what lives across the mainloop changes how the
+        # compiler schedules it (1% of the whole kernel).
+        m_block, head_idx, batch_idx = self._tile_again()
+        tidx = cute.arch.thread_idx()[0] - self.num_threads_per_warp_group
         gmem_thr_copy_O = gmem_tiled_copy_O.get_slice(tidx)
         positions = cute.make_identity_tensor((self.tile_m, self.tile_hdimv))
         tOcO = gmem_thr_copy_O.partition_S(positions)
@@ -365,10 +377,10 @@ def compiled(
 
 
 @cache
-def compiled_finish(world: int, wait: bool) -> Any:
+def compiled_finish(world: int) -> Any:
     """The kernel that follows; call it with (control, call, signals) on torch's current stream."""
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(Finish(world, wait), *_words(3), stream, options="--enable-tvm-ffi")
+    return cute.compile(Finish(world), *_words(3), stream, options="--enable-tvm-ffi")
 
 
 def launch(

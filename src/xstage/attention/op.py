@@ -11,8 +11,8 @@ once as a warning, or refused with `fallback="error"`.
 
 Outputs of `attend(…)` are views of the object's own buffers: there are `buffers` of them (2), so an output stays valid until the rank's
 call after the next has started on the stream. `copy=True`, `flash_attention_a2a`, and any call under `torch.compile` return tensors of
-their own. A call may follow another at once: a rank's kernel does not store into a peer's buffer before that peer has entered
-the same call (`kernel_sm90.py` has the argument), so no barrier is needed between calls, replays or layers. Calls of one object must
+their own. A call may follow another at once: a rank's kernel does not store into a peer's buffer before that peer has read
+what was in it (`kernel_sm90.py` has the argument), so no barrier is needed between calls, replays or layers. Calls of one object must
 be ordered on each rank (one stream, or streams ordered by events) and come in the same order on every rank.
 
 CUDA graphs: call once with the same shapes before capture (buffers, tables and the compiled kernel are made then); keep the object
@@ -59,21 +59,24 @@ class Variant:
     """How the fused kernel runs. The defaults are for use, the others for measurement; all ranks must use the same.
 
     Attributes:
-        order: one of `layout.ORDERS`, or `auto`: `own_last` from three waves on, `alternating` below and for causal attention.
+        order: one of `layout.ORDERS`, or `auto`, which is `alternating`: measured best or within the noise on every shape.
         stores: `owner`; `local` (every row into this rank's own memory: the control) or `remote` (every row to the next rank).
-        finish: `wait` (the call ends when the output is complete), `signal` (it ends without waiting for peers: sender-visible
-            time), `none` (no protocol at all).
+        entry: `auto`: a call checks that its peers have entered it only where it must (`AttentionA2A._must_check`); `always`.
+        finish: `wait` (the call ends when the output is complete), `none` (the attention kernel alone, no entry check and no
+            signal: sender-visible time).
     """
 
     order: str = "auto"
     stores: str = "owner"
+    entry: str = "auto"
     finish: str = "wait"
 
     def __post_init__(self) -> None:
         for name, value, known in (
             ("order", self.order, ("auto", *lay.ORDERS)),
             ("stores", self.stores, STORES),
-            ("finish", self.finish, ("wait", "signal", "none")),
+            ("entry", self.entry, ("auto", "always")),
+            ("finish", self.finish, ("wait", "none")),
         ):
             if value not in known:
                 raise XStageError(f"{name}: {value!r} is not one of {', '.join(known)}")
@@ -93,7 +96,7 @@ class _Call:
         return {
             "batch": self.batch, "sequence": self.layout.sequence, "rows per rank": list(self.layout.local_rows),
             "layout": self.layout.flat, "causal": self.causal, "return_lse": self.return_lse,
-            "variant": [self.variant.order, self.variant.stores, self.variant.finish],
+            "variant": [self.variant.order, self.variant.stores, self.variant.entry, self.variant.finish],
         }  # fmt: skip
 
 
@@ -160,6 +163,7 @@ class AttentionA2A:
         self.device = _device(device, group)
         self.variant, self.buffers, self.timeout_s = variant or Variant(), buffers, timeout_s
         self._turn, self._closed, self.reason = 0, False, ""
+        self._waited, self._capture, self._captured = True, 0, False  # the allocation was a meeting of all ranks
         self._plans: dict[_Call, _Plan] = {}
         self._agreed: set[tuple[_Call, str]] = set()
         self._exchanges: dict[tuple[Any, ...], serial.NcclExchange] = {}
@@ -368,8 +372,9 @@ class AttentionA2A:
             if torch.cuda.is_current_stream_capturing():
                 raise XStageError("attend: call it once with these shapes before capturing a CUDA graph")
             plan = self._plans[call] = self._plan(call)
+        check_entry = self._must_check(variant)
         kernel = kernel_sm90.compiled(
-            str(self.dtype).removeprefix("torch."), self.head_dim, group, call.causal, self.world, call.return_lse, variant.finish != "none"
+            str(self.dtype).removeprefix("torch."), self.head_dim, group, call.causal, self.world, call.return_lse, check_entry
         )
         turn = self._turn % self.buffers
         self._turn += 1
@@ -379,8 +384,21 @@ class AttentionA2A:
             tables.append(plan.lse_rows[turn])
         kernel_sm90.launch(kernel, q, k, v, scale, tables)
         if variant.finish != "none":
-            kernel_sm90.compiled_finish(self.world, variant.finish == "wait")(self._control, plan.calls[turn], self._signals)
+            kernel_sm90.compiled_finish(self.world)(self._control, plan.calls[turn], self._signals)
         return plan.outs[turn], plan.lses[turn].transpose(1, 2) if call.return_lse else None
+
+    def _must_check(self, variant: Variant) -> bool:
+        """Whether this call's stores must wait until every peer has entered it.
+
+        They need not when the call before wrote another buffer and waited for its peers: their `done` of that call says that they
+        had entered it, and so had read what this call overwrites. A graph may be replayed after anything, so its first call checks;
+        and once there is a graph, so does every call outside.
+        """
+        capture = _capture_id()
+        self._captured |= capture != 0
+        follows = self._waited and capture == self._capture and (capture != 0 or not self._captured)
+        self._capture, self._waited = capture, variant.finish == "wait"
+        return variant.finish != "none" and (variant.entry == "always" or self.buffers == 1 or not follows)
 
     def _plan(self, call: _Call) -> _Plan:
         from xstage.attention import kernel_sm90
@@ -391,10 +409,9 @@ class AttentionA2A:
         tile_rows, _ = kernel_sm90.tile_shape(self.head_dim, call.causal)
         tile_bytes = tile_rows * self.head_dim * self.dtype.itemsize
         kv_bytes = 2 * layout.sequence * self.head_dim * self.dtype.itemsize
-        waves = -(-layout.sequence // tile_rows) * heads * batch / sms
         table = lay.tile_table(
             layout, self.rank, heads=heads, batch=batch, tile_rows=tile_rows, wave=sms,
-            order=choose_order(variant.order, waves, call.causal), causal=call.causal,
+            order="alternating" if variant.order == "auto" else variant.order, causal=call.causal,
             capacity_tiles=min(sms, sms * _KNEE_BYTES_PER_SM // tile_bytes),
             heads_per_section=1 << max(0, (_L2_BYTES // kv_bytes).bit_length() - 1),
         )  # fmt: skip
@@ -483,13 +500,6 @@ class AttentionA2A:
                 call.layout, self.heads_per_rank, self.group, call.batch, tuple(x.shape[3:]), x.dtype, self.device
             )
         return self._exchanges[key](x)
-
-
-def choose_order(order: str, waves: float, causal: bool) -> str:
-    """`auto` in words of `layout.ORDERS`: the last wave can stay at home only if earlier ones can carry its share."""
-    if order != "auto":
-        return order
-    return "own_last" if waves > 3 and not causal else "alternating"
 
 
 def flash_attention_a2a(
@@ -611,6 +621,16 @@ def _why_not_fused(device: torch.device, dtype: torch.dtype, head_dim: int, worl
     except ImportError as error:
         return f"the kernel packages are not installed ({error})"
     return ""
+
+
+def _capture_id() -> int:
+    """Which CUDA graph is being captured on the current stream; 0 for none."""
+    if not torch.cuda.is_current_stream_capturing():
+        return 0
+    from cuda.bindings import driver
+
+    error, _, number, *_ = driver.cuStreamGetCaptureInfo(torch.cuda.current_stream().cuda_stream)
+    return int(number) if error == driver.CUresult.CUDA_SUCCESS else -1
 
 
 def _device(device: torch.device | str | None, group: dist.ProcessGroup) -> torch.device:

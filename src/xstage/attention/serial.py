@@ -115,8 +115,10 @@ def push(
     return x
 
 
-def graphed(function: Callable[[], Any], warm_up: int = 3) -> Callable[[], None]:
-    """`function` captured into a CUDA graph after `warm_up` eager runs; returns the replay. Every rank must do it together."""
+def graphed(function: Callable[[], Any], calls: int = 1, warm_up: int = 3) -> Callable[[], None]:
+    """`calls` calls of `function` captured into one CUDA graph after `warm_up` eager ones; returns the replay. Every rank must do
+    it together.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -126,5 +128,6 @@ def graphed(function: Callable[[], Any], warm_up: int = 3) -> Callable[[], None]
     torch.cuda.synchronize()
     graph: Any = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        function()
+        for _ in range(calls):
+            function()
     return lambda: graph.replay()

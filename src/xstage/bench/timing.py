@@ -1,7 +1,7 @@
 """Timing of variants against each other on one or more GPUs, and the files that keep what was measured.
 
 Protocol (`interleaved`): in every round each variant runs once, in an order that rotates by one per round; before each run all ranks meet,
-the GPU idles, and one launch goes ahead untimed; then a few launches are timed together by events. A loop over one variant alone would
+the GPU idles, and one run goes ahead untimed; then one of a few calls is timed by events. A loop over one variant alone would
 throttle and drift by more than the differences in question. Every rank's raw times are kept; the slowest rank counts.
 
 Sender-visible time is what a launch occupies on its own rank. Receiver-visible time needs a variant whose kernel ends only when its
@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,11 +26,8 @@ import torch
 import torch.distributed as dist
 
 from xstage.errors import XStageError
+from xstage.fingerprint import command, fingerprint
 from xstage.platform import check_writable
-
-PACKAGES = (
-    "torch", "triton", "nvidia-cutlass-dsl", "flash-attn-4", "quack-kernels", "apache-tvm-ffi", "fa3-fwd", "sgl-deep-gemm", "numpy",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,8 +35,8 @@ class Times:
     """Raw times of one variant.
 
     Attributes:
-        time_ns: per rank, per round: nanoseconds per launch. clock_mhz: the SM clock read while it ran, None where not readable.
-        launches: timed launches per round.
+        time_ns: per rank, per round: nanoseconds per call. clock_mhz: the SM clock read while it ran, None where not readable.
+        launches: timed calls per round.
     """
 
     time_ns: list[list[float]]
@@ -73,19 +68,19 @@ class Times:
 
 
 def interleaved(
-    variants: Mapping[str, Callable[[], Any]], *, launches: int, rounds: int = 9, pause_s: float = 0.05,
+    variants: Mapping[str, Callable[[], Any]], *, calls: int = 1, rounds: int = 9, pause_s: float = 0.05,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Times]:  # fmt: skip
     """Time every variant in every round (see the module's protocol). All ranks of `group` must call it together.
 
     Args:
-        launches: timed launches per run. rounds: runs per variant. pause_s: idle time before each run, seconds.
+        variants: each makes `calls` calls when it runs. rounds: runs per variant. pause_s: idle time before each run, seconds.
 
     Raises:
-        XStageError: no variants, or fewer than one round or launch.
+        XStageError: no variants, or fewer than one round or call.
     """
-    if not variants or launches < 1 or rounds < 1:
-        raise XStageError(f"interleaved: {len(variants)} variants, {launches} launches, {rounds} rounds; each must be at least 1")
+    if not variants or calls < 1 or rounds < 1:
+        raise XStageError(f"interleaved: {len(variants)} variants, {calls} calls, {rounds} rounds; each must be at least 1")
     names = list(variants)
     mine: dict[str, list[float]] = {name: [] for name in names}
     clocks: dict[str, list[int | None]] = {name: [] for name in names}
@@ -98,14 +93,13 @@ def interleaved(
             time.sleep(pause_s)
             function()
             begin.record()
-            for _ in range(launches):
-                function()
+            function()
             end.record()
             clocks[name].append(sm_clock_mhz())
             torch.cuda.synchronize()
-            mine[name].append(begin.elapsed_time(end) * 1e6 / launches)
+            mine[name].append(begin.elapsed_time(end) * 1e6 / calls)
     everyone = gather([mine, clocks], group)
-    return {name: Times([ranks[0][name] for ranks in everyone], [ranks[1][name] for ranks in everyone], launches) for name in names}
+    return {name: Times([ranks[0][name] for ranks in everyone], [ranks[1][name] for ranks in everyone], calls) for name in names}
 
 
 def meet(group: dist.ProcessGroup | None = None) -> None:
@@ -138,25 +132,6 @@ def launches_for(time_ns: float, budget_ns: float = 4e6, most: int = 20, least: 
     return max(least, min(most, int(budget_ns / max(time_ns, 1.0))))
 
 
-def fingerprint() -> dict[str, Any]:
-    """GPUs, driver and versions, for result files."""
-    import numpy as np
-
-    found: dict[str, Any] = {"python": sys.version.split()[0], "numpy": np.__version__}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        found.update(
-            gpu=properties.name, sms=properties.multi_processor_count, gpus=dist.get_world_size() if dist.is_initialized() else 1,
-            cuda=torch.version.cuda, driver=_driver(),
-        )  # fmt: skip
-    return found
-
-
 class ResultFile:
     """A JSON result file that is complete after every `add`, so that a run that is cut short keeps what it has.
 
@@ -173,7 +148,7 @@ class ResultFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             check_writable(self.path)
         self.content: dict[str, Any] = {
-            "study": study, "created": datetime.now(UTC).isoformat(timespec="seconds"), "command": " ".join(sys.argv),
+            "study": study, "created": datetime.now(UTC).isoformat(timespec="seconds"), "command": command(),
             "fingerprint": fingerprint(), "settings": dict(settings or {}), "complete": False, "rows": [],
         }  # fmt: skip
         self._save()
@@ -193,13 +168,3 @@ class ResultFile:
             partial = self.path.with_name(self.path.name + ".partial")
             partial.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
             partial.replace(self.path)
-
-
-def _driver() -> str | None:
-    try:
-        for line in Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines():
-            if "NVRM" in line:
-                return next((word for word in line.split() if word.count(".") >= 1 and word[0].isdigit()), None)
-    except OSError:
-        pass
-    return None

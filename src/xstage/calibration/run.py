@@ -20,7 +20,7 @@ from typing import Any
 from xstage.calibration.fit import fit_tables, gates
 from xstage.calibration.protocol import REPEATS, Point, points
 from xstage.errors import CalibrationFailed, PeerTimeout, XStageError
-from xstage.fingerprint import fingerprint
+from xstage.fingerprint import command, fingerprint
 from xstage.platform import METHODS, Platform, check_writable
 from xstage.samples import Sample, append, read
 
@@ -83,7 +83,7 @@ def calibrate(
     finally:
         signal.signal(signal.SIGTERM, before)
     samples = [s for part, _ in everything for s in part]
-    platform = fit(samples, name=name, sms=sms, gpus=world, arrived=all(ok for _, ok in everything), command=_command())
+    platform = fit(samples, name=name, sms=sms, gpus=world, arrived=all(ok for _, ok in everything), command=command())
     if out is not None and rank == 0:
         platform.save(out)
     meet("end")
@@ -197,8 +197,3 @@ def _clock_range(samples: tuple[Sample, ...]) -> list[float]:
 
 def _slug(name: str) -> str:
     return name.lower().replace("nvidia ", "").replace(" ", "-")
-
-
-def _command() -> str:
-    """The command line with file names instead of paths: what to type elsewhere, not where this machine keeps things."""
-    return " ".join(["xstage", *(Path(a).name if os.sep in a else a for a in sys.argv[1:])])
