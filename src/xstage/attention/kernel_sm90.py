@@ -57,6 +57,7 @@ from quack.cute_dsl_utils import ParamsBase
 
 from xstage.attention.layout import BLOCK_BITS, HEAD_BITS
 from xstage.device import signals
+from xstage.device.stores import prefetch_l1
 
 # Words of the control block (local memory, int64); the host makes it, see `op.py`.
 GENERATION, FAILED, CONTROL_WORDS = 0, 1, 2
@@ -82,6 +83,12 @@ class Tables(ParamsBase):
 def unpacked(tile: Int32) -> tuple[Int32, Int32, Int32]:
     """(block, head, batch) of an entry of the tile table."""
     return tile & ((1 << BLOCK_BITS) - 1), (tile >> BLOCK_BITS) & ((1 << HEAD_BITS) - 1), tile >> (BLOCK_BITS + HEAD_BITS)
+
+
+@cute.jit
+def _tile_entry(address: Int64) -> Int32:
+    """An entry of the tile table, through the L1 cache; the compiler does not keep it from an earlier read."""
+    return cute.arch.inline_ptx("ld.global.ca.u32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
 
 
 class TableScheduler:
@@ -242,16 +249,29 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
         self, mQ, mK, mV, sQ, sK, sV, tma_atom_Q, tma_atom_K, tma_atom_V, pipeline_k, pipeline_v, pipeline_q, gmem_tiled_copy_Q,
         mPageTable, blocksparse_tensors, block_info, SeqlenInfoCls, TileSchedulerCls,
     ):  # fmt: skip
-        if const_expr(self.check_entry):
-            tables = TileSchedulerCls.args[0]
-            thread = cute.arch.thread_idx()[0]
-            # Warp 1 has nothing to load: it does the waiting, long before the tile is ready to be stored.
-            if thread >= 32 and thread < 64:
+        tables = TileSchedulerCls.args[0]
+        thread = cute.arch.thread_idx()[0]
+        # Warp 1 has nothing to load: it does the waiting, long before the tile is ready to be stored.
+        if thread >= 32 and thread < 64:
+            if const_expr(self.check_entry):
                 self._enter(Protocol(self.world, tables.control, tables.call, tables.signals), thread - 32)
+            self._warm(tables, thread - 32, mQ.shape[0])
         FlashAttentionForwardSm90.load(
             self, mQ, mK, mV, sQ, sK, sV, tma_atom_Q, tma_atom_K, tma_atom_V, pipeline_k, pipeline_v, pipeline_q, gmem_tiled_copy_Q,
             mPageTable, blocksparse_tensors, block_info, SeqlenInfoCls, TileSchedulerCls,
         )  # fmt: skip
+
+    @cute.jit
+    def _warm(self, tables: Tables, lane: Int32, sequence: Int32) -> None:
+        """Bring what the epilogue will look up into the L1 cache: by then the stores of the other CTAs fill the way to memory."""
+        entry = tables.tiles.iterator.toint() + Int64(cute.arch.block_idx()[0]) * 4
+        block, _, batch = unpacked(_tile_entry(entry))
+        prefetch_l1(entry)
+        for i in cutlass.range_constexpr(self.tile_m // 32):
+            row = cutlass.min(block * self.tile_m + i * 32 + lane, sequence - 1)
+            prefetch_l1(cute.domain_offset((batch, row), tables.rows).iterator.toint())
+            if const_expr(self.with_lse):
+                prefetch_l1(cute.domain_offset((batch, row), tables.lse_rows).iterator.toint())
 
     @cute.jit
     def _enter(self, protocol: Protocol, lane: Int32) -> None:
@@ -278,8 +298,7 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
 
     @cute.jit
     def _tile_again(self):
-        address = self._tables.tiles.iterator.toint() + Int64(cute.arch.block_idx()[0]) * 4
-        return unpacked(cute.arch.inline_ptx("ld.volatile.global.u32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]))
+        return unpacked(_tile_entry(self._tables.tiles.iterator.toint() + Int64(cute.arch.block_idx()[0]) * 4))
 
     @cute.jit
     def epilogue(

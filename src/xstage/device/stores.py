@@ -57,6 +57,12 @@ def burst_of_16(base: Int64, size: Int32, thread: Int32, threads: cutlass.Conste
 
 
 @cute.jit
+def prefetch_l1(address: Int64) -> None:
+    """Ask for the line of `address` in this SM's L1 cache; nobody waits."""
+    cute.arch.inline_ptx("prefetch.global.L1 [{$r0}];", read_only_args=[address])
+
+
+@cute.jit
 def load_shared(shared_address: Int32) -> Int32:
     """Volatile load of a word of shared memory: a value that the compiler can only keep, not compute again."""
     return cute.arch.inline_ptx("ld.volatile.shared.u32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[shared_address])
