@@ -56,12 +56,18 @@ def test_derived_answers() -> None:
     def at(ns: float) -> Times:
         return Times([[ns - 5], [ns]], [[None]] * 2, 1)
 
-    answers = study.derived(
-        {"fa4": at(1000), "local": at(1010), "stores": at(1030), "fused": at(1040), "nccl": at(1600), "push_graph": at(1100)}
-    )
+    residual = {"fa4": at(1000), "local": at(1010), "stores": at(1030), "fused": at(1040)}
+    answers = study.derived({"residual": residual, "baseline": {"fused": at(1050), "nccl": at(1600), "push_graph": at(1100)}})
     assert answers == {
         "residual_ns": 20, "residual_over_fa4_ns": 30, "readiness_ns": 10, "kernel_over_fa4_ns": 10, "residual_share": 0.02,
-        "speedup_paper_baseline": round(1600 / 1040, 4), "speedup_strongest": round(1100 / 1040, 4),
+        "speedup_paper_baseline": round(1600 / 1050, 4), "speedup_strongest": round(1100 / 1050, 4),
+    }  # fmt: skip
+    rows = [{"heads": 4, "sequence": 8192, "derived": answers}, {"heads": 12, "sequence": 32768, "derived": {"residual_share": 0.01}}]
+    figures = {key: entry["value"] for key, entry in study.headline(rows).items()}
+    assert figures == {
+        "attention.residual_us.short.max": 0.02, "attention.residual_share.long.max": 0.01, "attention.readiness_us.max": 0.01,
+        "attention.speedup_strongest.H4_M8192": answers["speedup_strongest"],
+        "attention.speedup_paper_baseline.H4_M8192": answers["speedup_paper_baseline"],
     }  # fmt: skip
 
 
@@ -90,5 +96,5 @@ def test_study_refuses_a_machine_without_peers(tmp_path: Path) -> None:
         pytest.skip("this machine has peers")
     with pytest.raises(UnsuitableMachine, match="two peer-connected GPUs"):
         study.run(str(tmp_path / "r.json"))
-    with pytest.raises(XStageError, match="variants"):
-        study.run(str(tmp_path / "r.json"), variants=["fastest"])
+    with pytest.raises(XStageError, match="groups"):
+        study.run(str(tmp_path / "r.json"), groups=["fastest"])

@@ -49,6 +49,7 @@ def test_predict_flags_extrapolation_but_answers(capsys: pytest.CaptureFixture[s
         (["plan", "--shape", "Qwen3.5", "--tokens", "0"], "tokens_per_rank: 0"),
         (["simulate", "--shape", "Hy3", "--order", "sideways"], "order: 'sideways' is unknown"),
         (["simulate", "--shape", "Hy3", "--trace", "/"], "trace: / is a directory"),
+        (["bench", "attention"], "out: bench attention needs"),
         (["calibrate", "--out", "/"], "is a directory"),
         (["calibrate", "--out", "x.json", "--repeats", "0"], "repeats: 0"),
     ],

@@ -91,11 +91,16 @@ def _parser() -> argparse.ArgumentParser:
     v.add_argument("--check", action="store_true", help="exit 1 when a quantity is SLOWER")
     v.add_argument("--json", action="store_true")
 
-    v = verb("bench", _bench, "Benchmarks, and the numbers that README and docs take from result files.")
-    v.add_argument("what", choices=("docs",), help="docs: write results/headline.json and the generated tables anew")
-    v.add_argument("--results", default="results", help="folder of result files (default results)")
-    v.add_argument("--documents", nargs="*", default=["README.md", "docs"], help="markdown files or folders (default README.md docs)")
-    v.add_argument("--check", action="store_true", help="exit 1 when something was not up to date")
+    v = verb("bench", _bench, "Benchmarks (start them with torchrun), and the numbers that README and docs take from result files.")
+    v.add_argument("what", choices=("attention", "docs"), help="docs: write results/headline.json and the generated tables anew")
+    v.add_argument("--out", help="attention: result file to write")
+    v.add_argument("--heads", type=int, nargs="+", default=[4, 12], help="attention: heads per rank (default 4 12)")
+    v.add_argument("--sequences", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536], help="attention: whole sequences")
+    v.add_argument("--budget", type=float, default=240.0, help="attention: no row is begun after this many seconds (default 240)")
+    v.add_argument("--platform", default="h200-nvlink4", help="attention: platform for predictions (default h200-nvlink4)")
+    v.add_argument("--results", default="results", help="docs: folder of result files (default results)")
+    v.add_argument("--documents", nargs="*", default=["README.md", "docs"], help="docs: markdown files or folders (default README.md docs)")
+    v.add_argument("--check", action="store_true", help="docs: exit 1 when something was not up to date")
 
     v = verb("doctor", _doctor, "Say what runs on this machine, what does not, and the command that mends it.")
     v.add_argument("--check", action="store_true", help="exit 1 when something that calibrate needs is missing")
@@ -198,6 +203,14 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
+    if options.what == "attention":
+        if not options.out:
+            raise XStageError("out: bench attention needs a result file to write")
+        from xstage.studies.attention import run
+
+        run(options.out, heads=options.heads, sequences=options.sequences, budget_s=options.budget, platform=options.platform)
+        sys.stdout.flush()
+        os._exit(0)  # tearing NCCL down under captured graphs can hang
     from pathlib import Path
 
     from xstage.bench.tables import refresh

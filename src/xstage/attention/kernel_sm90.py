@@ -85,12 +85,6 @@ def unpacked(tile: Int32) -> tuple[Int32, Int32, Int32]:
     return tile & ((1 << BLOCK_BITS) - 1), (tile >> BLOCK_BITS) & ((1 << HEAD_BITS) - 1), tile >> (BLOCK_BITS + HEAD_BITS)
 
 
-@cute.jit
-def _tile_entry(address: Int64) -> Int32:
-    """An entry of the tile table, through the L1 cache; the compiler does not keep it from an earlier read."""
-    return cute.arch.inline_ptx("ld.global.ca.u32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
-
-
 class TableScheduler:
     """One tile per CTA, read from the tile table. That there is no second one is known when the kernel is compiled."""
 
@@ -264,9 +258,7 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
     @cute.jit
     def _warm(self, tables: Tables, lane: Int32, sequence: Int32) -> None:
         """Bring what the epilogue will look up into the L1 cache: by then the stores of the other CTAs fill the way to memory."""
-        entry = tables.tiles.iterator.toint() + Int64(cute.arch.block_idx()[0]) * 4
-        block, _, batch = unpacked(_tile_entry(entry))
-        prefetch_l1(entry)
+        block, _, batch = unpacked(tables.tiles[cute.arch.block_idx()[0]])
         for i in cutlass.range_constexpr(self.tile_m // 32):
             row = cutlass.min(block * self.tile_m + i * 32 + lane, sequence - 1)
             prefetch_l1(cute.domain_offset((batch, row), tables.rows).iterator.toint())
@@ -297,17 +289,9 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
         )  # fmt: skip
 
     @cute.jit
-    def _tile_again(self):
-        return unpacked(_tile_entry(self._tables.tiles.iterator.toint() + Int64(cute.arch.block_idx()[0]) * 4))
-
-    @cute.jit
     def epilogue(
         self, acc_O, lse, mO, mLSE, sO, seqlen, gmem_tiled_copy_O, tma_atom_O, tiled_mma, tidx, m_block, head_idx, batch_idx,
     ):  # fmt: skip
-        # Everything that says which rows and which thread is read anew here: what lives across the mainloop changes how the
-        # compiler schedules it (1% of the whole kernel).
-        m_block, head_idx, batch_idx = self._tile_again()
-        tidx = cute.arch.thread_idx()[0] - self.num_threads_per_warp_group
         gmem_thr_copy_O = gmem_tiled_copy_O.get_slice(tidx)
         positions = cute.make_identity_tensor((self.tile_m, self.tile_hdimv))
         tOcO = gmem_thr_copy_O.partition_S(positions)

@@ -1,14 +1,16 @@
 """What the exchange costs when it rides on FlashAttention (paper, sections 4.3 and 5.3, Table 3 and Figure 11), measured here.
 
-Each row is a shape: heads per rank H, whole sequence M, head dim 128, batch 1, full attention, bf16. Variants of a row run interleaved
-(`bench.timing`). The questions and the columns that answer them:
+Each row is a shape: heads per rank H, whole sequence M, head dim 128, batch 1, full attention, bf16. Variants of a group run interleaved
+(`bench.timing`), and only variants of one group are compared: attention at the power limit remembers what ran before it. The
+groups, their questions, and the columns that answer them:
 
-* E_res, the sender-visible residual: `stores` (the attention kernel alone, rows at their owners) over `local` (the same kernel, every
-  row stored into the rank's own memory), and over `fa4` (the unmodified kernel). `plain`, `own_last`, `remote` show what the order and
-  the share of remote destinations do to it.
-* Readiness: `fused` (the call ends when its output is complete) over `stores`.
-* `checked`: `fused` with the entry check in every call, as in the first call of a graph.
-* Speedup: `fused` against the paper's serial baseline (`nccl`, eager with permutations) and the strongest serial one of the row.
+* `residual`. E_res, the sender-visible residual: `stores` (the attention kernel alone, rows at their owners) over `local` (the same
+  kernel, every row stored into the rank's own memory) and over `fa4` (the unmodified kernel). Readiness: `fused` (the call ends when
+  its output is complete) over `stores`.
+* `baseline`. `fused` against the paper's serial baseline (`nccl`: eager, with permutations), the same in a graph (`nccl_graph`), and the
+  copy-engine push in a graph (`push_graph`).
+* `order`. What the order and the share of remote destinations do to the residual (`plain`, `own_last`, `remote`), and what the entry
+  check costs that the first call of a graph makes (`checked`).
 
 The prediction of E_res comes from the tile table and a platform file alone (`predicted_residual_ns`), with nothing refitted.
 
@@ -48,6 +50,11 @@ FUSED = {
     "fused": Variant(),
 }
 SERIAL = ("nccl", "nccl_graph", "push_graph")
+GROUPS = {
+    "residual": ("fa4", "local", "stores", "fused"),
+    "baseline": ("fa4", "fused", *SERIAL),
+    "order": ("local", "stores", "plain", "own_last", "remote", "checked", "fused"),
+}
 
 
 def predicted_residual_ns(remote_tiles: Sequence[int], tile_bytes: int, platform: Platform, method: str = "st_global") -> float:
@@ -64,50 +71,71 @@ def predicted_residual_ns(remote_tiles: Sequence[int], tile_bytes: int, platform
     return float(stalls.sum() + bursts[-1] / rate[-1])
 
 
-def derived(times: dict[str, timing.Times]) -> dict[str, float]:
-    """The row's answers from its times, in nanoseconds and ratios; only those whose variants were measured."""
-    t = {name: measured.slowest_ns for name, measured in times.items()}
-    answers = {}
-    for name, top, bottom in (
-        ("residual_ns", "stores", "local"), ("residual_over_fa4_ns", "stores", "fa4"), ("residual_plain_ns", "plain", "local"),
-        ("residual_own_last_ns", "own_last", "local"), ("residual_remote_ns", "remote", "local"), ("readiness_ns", "fused", "stores"),
-        ("kernel_over_fa4_ns", "local", "fa4"), ("check_ns", "checked", "fused"),
+def derived(times: dict[str, dict[str, timing.Times]]) -> dict[str, float]:
+    """The row's answers from the times of its groups, in nanoseconds and ratios; only those whose variants were measured."""
+    answers: dict[str, float] = {}
+    for name, group, top, bottom in (
+        ("residual_ns", "residual", "stores", "local"), ("residual_over_fa4_ns", "residual", "stores", "fa4"),
+        ("readiness_ns", "residual", "fused", "stores"), ("kernel_over_fa4_ns", "residual", "local", "fa4"),
+        ("residual_alternating_ns", "order", "stores", "local"), ("residual_plain_ns", "order", "plain", "local"),
+        ("residual_own_last_ns", "order", "own_last", "local"), ("residual_remote_ns", "order", "remote", "local"),
+        ("check_ns", "order", "checked", "fused"),
     ):  # fmt: skip
+        t = times.get(group, {})
         if top in t and bottom in t:
-            answers[name] = round(t[top] - t[bottom], 1)
-    if "residual_ns" in answers and "fa4" in t:
-        answers["residual_share"] = round(answers["residual_ns"] / t["fa4"], 6)
+            answers[name] = round(t[top].slowest_ns - t[bottom].slowest_ns, 1)
+    if "residual_ns" in answers:
+        answers["residual_share"] = round(answers["residual_ns"] / times["residual"]["fa4"].slowest_ns, 6)
+    t = times.get("baseline", {})
     if "nccl" in t:
-        answers["speedup_paper_baseline"] = round(t["nccl"] / t["fused"], 4)
-    baselines = [t[name] for name in SERIAL if name in t]
+        answers["speedup_paper_baseline"] = round(t["nccl"].slowest_ns / t["fused"].slowest_ns, 4)
+    baselines = [t[name].slowest_ns for name in SERIAL if name in t]
     if baselines:
-        answers["speedup_strongest"] = round(min(baselines) / t["fused"], 4)
+        answers["speedup_strongest"] = round(min(baselines) / t["fused"].slowest_ns, 4)
     return answers
+
+
+def headline(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Headline figures of a result: the worst row for each question, and the speedups by shape."""
+    out: dict[str, dict[str, Any]] = {}
+    short = [r["derived"]["residual_ns"] for r in rows if r["sequence"] <= 16384 and "residual_ns" in r["derived"]]
+    long = [r["derived"]["residual_share"] for r in rows if r["sequence"] >= 32768 and "residual_share" in r["derived"]]
+    ready = [r["derived"]["readiness_ns"] for r in rows if "readiness_ns" in r["derived"]]
+    if short:
+        out["attention.residual_us.short.max"] = {"value": round(max(short) / 1e3, 2), "unit": "µs"}
+    if long:
+        out["attention.residual_share.long.max"] = {"value": max(long), "unit": "fraction"}
+    if ready:
+        out["attention.readiness_us.max"] = {"value": round(max(ready) / 1e3, 2), "unit": "µs"}
+    for row in rows:
+        shape = f"H{row['heads']}_M{row['sequence']}"
+        if "speedup_strongest" in row["derived"] and row["heads"] == 4:
+            out[f"attention.speedup_strongest.{shape}"] = {"value": row["derived"]["speedup_strongest"], "unit": "ratio"}
+        if "speedup_paper_baseline" in row["derived"] and shape == "H4_M8192":
+            out[f"attention.speedup_paper_baseline.{shape}"] = {"value": row["derived"]["speedup_paper_baseline"], "unit": "ratio"}
+    return out
 
 
 def run(
     out: str, *, heads: Sequence[int] = HEADS, sequences: Sequence[int] = SEQUENCES, rounds: int = 9, budget_s: float = 240.0,
-    pause_s: float = 0.04, platform: str | None = None, variants: Sequence[str] | None = None,
+    pause_s: float = 0.04, platform: str | None = None, groups: Sequence[str] = tuple(GROUPS),
 ) -> dict[str, Any]:  # fmt: skip
     """Measure every (heads, sequence) row and write a result file after each; run by every rank (torchrun).
 
     Args:
         out: path of the result file. heads: per rank. budget_s: no row is begun after this many seconds.
-        platform: gallery name or path, for predictions; None: no predictions. variants: names to run besides `fa4`; None: all.
+        platform: gallery name or path, for predictions; None: no predictions. groups: which of `GROUPS` to run.
 
     Returns:
         The content of the result file.
 
     Raises:
         UnsuitableMachine: fewer than two ranks, or the fused kernel cannot run here.
-        XStageError: unknown variant, a path that cannot be written.
+        XStageError: unknown group, a path that cannot be written.
     """
-    wanted = [*FUSED, *SERIAL] if variants is None else list(variants)
-    for name in wanted:
-        if name not in FUSED and name not in SERIAL:
-            raise XStageError(f"variants: {name!r} is not one of {', '.join([*FUSED, *SERIAL])}")
-    if variants is not None and "fused" not in wanted:
-        wanted.append("fused")
+    for name in groups:
+        if name not in GROUPS:
+            raise XStageError(f"groups: {name!r} is not one of {', '.join(GROUPS)}")
     known = None if platform is None else load_platform(platform)
     _start_group()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -124,17 +152,19 @@ def run(
             if timing.gather(time.monotonic() - begun)[0] > budget_s:
                 cut_short = True
                 continue
-            row = _row(count, sequence, wanted, rounds, pause_s, known)
+            row = _row(count, sequence, groups, rounds, pause_s, known)
+            results.content["headline"] = headline([*results.content["rows"], row])
             results.add(row)
             if rank == 0:
                 answers = " ".join(f"{k} {v:g}" for k, v in row["derived"].items())
                 print(f"H={count} M={sequence}: {answers} ({time.monotonic() - begun:.0f} s)", file=sys.stderr, flush=True)
     if not cut_short:
         results.finish()
+    timing.meet()
     return results.content
 
 
-def _row(heads: int, sequence: int, wanted: Sequence[str], rounds: int, pause_s: float, platform: Platform | None) -> dict[str, Any]:
+def _row(heads: int, sequence: int, groups: Sequence[str], rounds: int, pause_s: float, platform: Platform | None) -> dict[str, Any]:
     rank, world, device = dist.get_rank(), dist.get_world_size(), torch.device("cuda", torch.cuda.current_device())
     generator = torch.Generator(device=device).manual_seed(rank)
     q, k, v = (torch.randn(1, sequence, heads, HEAD_DIM, device=device, generator=generator, dtype=torch.bfloat16) for _ in range(3))
@@ -151,29 +181,30 @@ def _row(heads: int, sequence: int, wanted: Sequence[str], rounds: int, pause_s:
             return serial.attention(q, k, v, out=out)[0]
 
         functions: dict[str, Callable[[], Any]] = {"fa4": attention}
-        for name in wanted:
-            if name in FUSED:
-                functions[name] = partial(attend, q, k, v, variant=FUSED[name])
+        for name, variant in FUSED.items():
+            functions[name] = partial(attend, q, k, v, variant=variant)
         functions["nccl"] = functions["nccl_graph"] = lambda: exchange(attention())
         functions["push_graph"] = lambda: serial.push(attention(), layout, targets, rank, attend.barrier)
         flops = 4 * sequence**2 * HEAD_DIM * heads
         calls = timing.launches_for(flops / 7e5)
         timed: dict[str, Callable[[], Any]] = {}
-        for name, function in functions.items():
-            if name != "fa4" and name not in wanted:
-                continue
+        for name in dict.fromkeys(name for group in groups for name in GROUPS[group]):
             for _ in range(3):
-                function()
+                functions[name]()
             timing.meet()
             # Several calls to a graph, as the layers of a model are; eager calls are repeated by hand.
-            timed[name] = partial(_repeat, function, calls) if name == "nccl" else serial.graphed(function, calls)
+            eager = name == "nccl"
+            timed[name] = partial(_repeat, functions[name], calls) if eager else serial.graphed(functions[name], calls)
             timing.meet()
-        times = timing.interleaved(timed, calls=calls, rounds=rounds, pause_s=pause_s)
+        times = {
+            group: timing.interleaved({n: timed[n] for n in GROUPS[group]}, calls=calls, rounds=rounds, pause_s=pause_s) for group in groups
+        }
         attend.check()
         timing.meet()
         row: dict[str, Any] = {
-            "heads": heads, "sequence": sequence, "variants": {name: t.to_json() for name, t in times.items()}, "derived": derived(times),
-            "tflops": {name: round(flops / times[name].slowest_ns / 1e3, 1) for name in ("fa4", "local", "fused") if name in times},
+            "heads": heads, "sequence": sequence, "derived": derived(times),
+            "groups": {group: {name: t.to_json() for name, t in measured.items()} for group, measured in times.items()},
+            "tflops": {n: round(flops / t.slowest_ns / 1e3, 1) for n, t in times.get("residual", {}).items()},
             "remote_tiles": {}, "predicted_residual_ns": {},
         }  # fmt: skip
         sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -206,24 +237,3 @@ def _start_group() -> None:
         dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     if dist.get_world_size() < 2:
         raise UnsuitableMachine("bench attention: needs at least two ranks")
-
-
-if __name__ == "__main__":
-    import argparse
-
-    parser = argparse.ArgumentParser(description="torchrun --nproc-per-node 2 -m xstage.studies.attention OUT")
-    parser.add_argument("out")
-    parser.add_argument("--heads", type=int, nargs="+", default=HEADS)
-    parser.add_argument("--sequences", type=int, nargs="+", default=SEQUENCES)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--budget", type=float, default=240.0, help="seconds")
-    parser.add_argument("--platform")
-    parser.add_argument("--variants", nargs="+")
-    options = parser.parse_args()
-    run(
-        options.out, heads=options.heads, sequences=options.sequences, rounds=options.rounds, budget_s=options.budget,
-        platform=options.platform, variants=options.variants,
-    )  # fmt: skip
-    dist.barrier()
-    torch.cuda.synchronize()
-    os._exit(0)
