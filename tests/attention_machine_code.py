@@ -1,8 +1,8 @@
 """Compiles the attention kernels of one or more configurations without a GPU and prints their PTX and machine code as JSON.
 
 Run by `test_attention_kernel.py` in a process of its own, because the target is read from the environment when the compiler is loaded.
-Arguments: configurations `dtype,head_dim,queries_per_kv,causal,world,with_lse,check_entry`; `stock,…` is flash-attn-4's own kernel,
-`finish,world` the kernel that follows.
+Arguments: configurations `dtype,head_dim,queries_per_kv,causal,with_lse`; `stock,…` is flash-attn-4's own kernel,
+`meeting,world,kind` the kernels around it.
 """
 
 import json
@@ -71,13 +71,13 @@ def main() -> None:
     out = {}
     tool = disassembler()
     for name in sys.argv[1:]:
-        if name.startswith("finish"):
-            kernel = kernel_sm90.compiled_finish(int(name.split(",")[1]))
+        if name.startswith("meeting"):
+            kernel = kernel_sm90.compiled_meeting(*(int(word) for word in name.split(",")[1:]))
             out[name] = {"ptx": content(kernel.__ptx__).decode(), "sass": disassembled(tool, content(kernel.__cubin__))}
             continue
         kind, dtype, head_dim, group, causal, *rest = name.split(",")
         options = (dtype, int(head_dim), int(group), causal == "1")
-        kernel = stock(*options) if kind == "stock" else kernel_sm90.compiled(*options, int(rest[0]), rest[1] == "1", rest[2] == "1")
+        kernel = stock(*options) if kind == "stock" else kernel_sm90.compiled(*options, rest[0] == "1")
         out[name] = {"ptx": content(kernel.__ptx__).decode(), "sass": disassembled(tool, content(kernel.__cubin__))}
     print(json.dumps(out))
 

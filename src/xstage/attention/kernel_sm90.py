@@ -7,28 +7,28 @@ What is changed of flash-attn-4's `FlashAttentionForwardSm90` (everything else, 
 * `epilogue`: the tile is staged through shared memory as FA4 does it, and each thread stores 16-byte pieces to the address of
   their row, read from a table of one address per row of the sequence (`layout.row_table`). A tile may therefore straddle ranks, and a
   shard may have any size and order, at no cost but one 8-byte load per thread and row, issued before the staging.
-* `load`: one idle warp publishes `entered` to every rank (CTA 0) and checks that of every rank (all CTAs), where that is needed.
+* `load`: an idle warp brings what the epilogue will look up into the L1 cache.
 
-A second kernel of one warp (`Finish`) follows on the stream. It tells every rank that this one is done, and waits for all of them.
+Kernels of one warp (`Meeting`) stand around it on the stream. `Meeting(DONE)` follows: it tells every rank that this one is done, and
+waits for all of them. `Meeting(ENTERED)` goes before where a peer may still be reading what this call overwrites.
 
-A persistent form was built and measured first, with the arrival of its CTAs inside the kernel. The loop over tiles cost the compiler
-the uniform registers in which it keeps the matrix descriptors, and the mainloop 2% of its time; docs/attention.md has the figures.
+Signals inside the attention kernel were built and measured first (a persistent form, then an entry check by an idle warp). Both cost
+the compiler its schedule of the mainloop, 2 to 4% of the kernel; docs/attention.md has the figures.
 
 Causality (PTX memory model), generation g of rank r:
 
-1. Whatever rank r ran before on its stream has read its output buffer. Kernel order puts that before `st.release.sys entered[r] = g`.
-   A peer stores into r's buffer only after `ld.acquire.sys` returned g (one warp, then the CTA barrier that all stores follow).
-   So no output is overwritten that r may still be reading, with one static buffer as with alternating ones.
-   A call that follows one with another buffer needs no such check and is compiled without (`check_entry=False`): the peer's `done` of
+1. Whatever rank r ran before on its stream has read its output buffer. Kernel order puts that before the `st.release.sys
+   entered[r] = g` of `Meeting(ENTERED)`. A peer's attention kernel, which alone stores into r's buffer, comes after its own
+   `Meeting(ENTERED)` acquired that. A call that follows one with another buffer needs no such meeting: the peer's `done` of
    the call before, which this rank has acquired, comes after the peer's reading of everything older.
-2. All stores of the attention kernel happen before the next kernel of the stream, `Finish`, whose `st.release.sys done[me] = g` on every
-   rank orders them: causality is transitive. A rank that acquires `done` of every rank sees every row.
-3. `Finish` waits for every `done` with acquire.sys and ends; the next kernel on the stream is ordered after it. Its completion means:
-   complete output, readable.
+2. All stores of the attention kernel happen before the next kernel of the stream, `Meeting(DONE)`, whose `st.release.sys done[me] = g`
+   on every rank orders them: causality is transitive. A rank that acquires `done` of every rank sees every row.
+3. `Meeting(DONE)` ends when every `done` is acquired; the next kernel on the stream is ordered after it. Its completion means: complete
+   output, readable.
 
-The generation lives in device memory and is advanced by `Finish`, so a replayed CUDA graph counts on. No CTA of the attention kernel
-makes a release: a release waits for the stores before it, which is what a store's issuer must not do. Every wait is
-bounded; a wait that gave up, or that met another signature, writes a status word, and nothing remote is stored from then on.
+The generation lives in device memory and is advanced by `Meeting(DONE)`, so a replayed CUDA graph counts on. No CTA of the attention
+kernel makes a release: a release waits for the stores before it, which is what a store's issuer must not do. Every wait is bounded; a
+wait that gave up, or that met another signature, writes a status word, and no attention kernel stores anything from then on.
 
 Not covered: head dims that are not multiples of 16, packed GQA, variable-length batches, bulk-engine stores.
 """
@@ -65,7 +65,6 @@ GENERATION, FAILED, CONTROL_WORDS = 0, 1, 2
 SIGNATURE, RANK, TIMEOUT_NS, STATUS_ADDRESS, PEERS = 0, 1, 2, 3, 4
 # A rank's signal words: `entered` of every rank, then `done` of every rank.
 ENTERED, DONE = 0, 1
-ENTRY_BARRIER = 8  # the base class uses 0 to 6
 
 
 @dataclass
@@ -130,7 +129,7 @@ class _GridOf:
 
 
 class Protocol:
-    """What both kernels do with the signal words of a call; `world` ranks."""
+    """What a meeting does with the signal words of a call; `world` ranks."""
 
     def __init__(self, world: int, control: cute.Tensor, call: cute.Tensor, words: cute.Tensor):
         self.world, self.control, self.call, self.words = world, control, call, words
@@ -183,11 +182,11 @@ class Protocol:
         return refused
 
 
-class Finish:
-    """One warp: publish `done` to every rank, wait for every rank's, advance the generation."""
+class Meeting:
+    """One warp: publish `kind` to every rank, then wait for every rank's. After `DONE` it advances the generation."""
 
-    def __init__(self, world: int):
-        self.world = world
+    def __init__(self, world: int, kind: int):
+        self.world, self.kind = world, kind
 
     @cute.jit
     def __call__(self, control: cute.Tensor, call: cute.Tensor, words: cute.Tensor, stream: cuda.CUstream) -> None:
@@ -198,32 +197,31 @@ class Finish:
         protocol = Protocol(self.world, control, call, words)
         lane = cute.arch.thread_idx()[0]
         if lane < self.world:
-            # A CTA that refused stored nothing: peers must not take this rank's rows for complete.
+            # A rank that refused stored nothing: peers must not take its rows for complete.
             what = call[SIGNATURE]
             if signals.load_relaxed_gpu(protocol.failed_address()) != 0:
                 what = Int64(signals.GAVE_UP)
-            protocol.publish(DONE, lane, what)
-            protocol.wait(DONE, lane)
-        cute.arch.sync_warp()
-        if lane == 0:
-            control[GENERATION] = Int64(protocol.generation())
+            protocol.publish(self.kind, lane, what)
+            protocol.wait(self.kind, lane)
+        if const_expr(self.kind == DONE):
+            cute.arch.sync_warp()
+            if lane == 0:
+                control[GENERATION] = Int64(protocol.generation())
 
 
 class AttentionA2ASm90(FlashAttentionForwardSm90):
     """FA4's sm90 forward with rows stored where they are needed.
 
     Args (beyond the base class's):
-        world: number of ranks, at most 32.
         with_lse: also store each row's log-sum-exp (float32) through a second row table.
-        check_entry: store only after every rank has entered the call.
     """
 
     # The base class assigns this in `__call__`; the rows of a tile have more than one destination, which one tensor map cannot say.
     use_tma_O = property(lambda self: False, lambda self, value: None)
 
-    def __init__(self, *args: Any, world: int, with_lse: bool, check_entry: bool, **options: Any):
+    def __init__(self, *args: Any, with_lse: bool, **options: Any):
         super().__init__(*args, **options)
-        self.world, self.with_lse, self.check_entry = world, with_lse, check_entry
+        self.with_lse = with_lse
 
     # Branches at run time carry `self` as an object without runtime values.
     def __extract_mlir_values__(self) -> list[Any]:
@@ -243,13 +241,9 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
         self, mQ, mK, mV, sQ, sK, sV, tma_atom_Q, tma_atom_K, tma_atom_V, pipeline_k, pipeline_v, pipeline_q, gmem_tiled_copy_Q,
         mPageTable, blocksparse_tensors, block_info, SeqlenInfoCls, TileSchedulerCls,
     ):  # fmt: skip
-        tables = TileSchedulerCls.args[0]
         thread = cute.arch.thread_idx()[0]
-        # Warp 1 has nothing to load: it does the waiting, long before the tile is ready to be stored.
-        if thread >= 32 and thread < 64:
-            if const_expr(self.check_entry):
-                self._enter(Protocol(self.world, tables.control, tables.call, tables.signals), thread - 32)
-            self._warm(tables, thread - 32, mQ.shape[0])
+        if thread >= 32 and thread < 64:  # warp 1 has nothing to load
+            self._warm(TileSchedulerCls.args[0], thread - 32, mQ.shape[0])
         FlashAttentionForwardSm90.load(
             self, mQ, mK, mV, sQ, sK, sV, tma_atom_Q, tma_atom_K, tma_atom_V, pipeline_k, pipeline_v, pipeline_q, gmem_tiled_copy_Q,
             mPageTable, blocksparse_tensors, block_info, SeqlenInfoCls, TileSchedulerCls,
@@ -264,16 +258,6 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
             prefetch_l1(cute.domain_offset((batch, row), tables.rows).iterator.toint())
             if const_expr(self.with_lse):
                 prefetch_l1(cute.domain_offset((batch, row), tables.lse_rows).iterator.toint())
-
-    @cute.jit
-    def _enter(self, protocol: Protocol, lane: Int32) -> None:
-        refused = Int32(0)
-        if lane < self.world:
-            if cute.arch.block_idx()[0] == 0:
-                protocol.publish(ENTERED, lane, protocol.call[SIGNATURE])
-            refused = protocol.wait(ENTERED, lane)
-        # Joined by the math warps before their stores; the barrier carries what was acquired here.
-        signals.barrier_any(refused, ENTRY_BARRIER, self.num_epilogue_threads + 32)
 
     @cute.jit
     def mma(
@@ -300,9 +284,12 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
         # Addresses of this thread's rows; 0 stands for "no store". Loaded first: their latency passes under the staging.
         address = cute.make_rmem_tensor((rows,), Int64)
         address.fill(0)
+        end = seqlen.seqlen_q
+        if self._tables.control[FAILED] != 0:  # a meeting before this kernel gave up
+            end = Int32(0)
         for i in cutlass.range_constexpr(rows):
             row = first_row + tOcO[0, i, 0][0]
-            if row < seqlen.seqlen_q:
+            if row < end:
                 address[i] = self._tables.rows[batch_idx, row]
 
         # Stage the tile through shared memory (in Q's place), as the base class does, for stores of 16 bytes.
@@ -312,35 +299,30 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
         store_atom = utils.get_smem_store_atom(self.arch.major * 10 + self.arch.minor, self.dtype)
         store_thread = cute.make_tiled_copy_C(store_atom, tiled_mma).get_slice(tidx)
         cute.copy(store_atom, store_thread.retile(rO), store_thread.partition_D(sO))
-        refused = Int32(0)
-        if const_expr(self.check_entry):
-            refused = signals.barrier_any(refused, ENTRY_BARRIER, self.num_epilogue_threads + 32)
-        else:
-            cute.arch.barrier(barrier_id=int(NamedBarrierFwd.Epilogue), number_of_threads=self.num_epilogue_threads)
+        cute.arch.barrier(barrier_id=int(NamedBarrierFwd.Epilogue), number_of_threads=self.num_epilogue_threads)
         tOsO = gmem_thr_copy_O.partition_S(sO)
         tOrO = cute.make_fragment_like(tOsO, self.dtype)
         cute.autovec_copy(tOsO, tOrO)
 
-        if refused == 0:
-            head_offset = Int64(head_idx) * (self.tile_hdimv * self.dtype.width // 8)
-            for i in cutlass.range_constexpr(rows):
-                if address[i] != 0:
-                    pointer = cute.make_ptr(self.dtype, address[i] + head_offset, cute.AddressSpace.gmem, assumed_align=16)
-                    pieces = cute.tiled_divide(cute.make_tensor(pointer, (self.tile_hdimv,)), (128 // self.dtype.width,))
-                    for j in cutlass.range_constexpr(cute.size(tOrO.shape[2])):
-                        piece = tOcO[0, 0, j][1] // (128 // self.dtype.width)
-                        cute.autovec_copy(tOrO[None, i, j], pieces[None, piece])
-            if const_expr(self.with_lse):
-                self._store_lse(lse, positions, seqlen, tiled_mma, tidx, first_row, head_idx, batch_idx)
+        head_offset = Int64(head_idx) * (self.tile_hdimv * self.dtype.width // 8)
+        for i in cutlass.range_constexpr(rows):
+            if address[i] != 0:
+                pointer = cute.make_ptr(self.dtype, address[i] + head_offset, cute.AddressSpace.gmem, assumed_align=16)
+                pieces = cute.tiled_divide(cute.make_tensor(pointer, (self.tile_hdimv,)), (128 // self.dtype.width,))
+                for j in cutlass.range_constexpr(cute.size(tOrO.shape[2])):
+                    piece = tOcO[0, 0, j][1] // (128 // self.dtype.width)
+                    cute.autovec_copy(tOrO[None, i, j], pieces[None, piece])
+        if const_expr(self.with_lse):
+            self._store_lse(lse, positions, end, tiled_mma, tidx, first_row, head_idx, batch_idx)
 
     @cute.jit
-    def _store_lse(self, lse, positions, seqlen, tiled_mma, tidx, first_row, head_idx, batch_idx):
+    def _store_lse(self, lse, positions, end, tiled_mma, tidx, first_row, head_idx, batch_idx):
         thread_positions = layout_utils.reshape_acc_to_mn(tiled_mma.get_slice(tidx).partition_C(positions))
         # A row's sum is the same in the four threads that share it; the one with column 0 stores it.
         if thread_positions[0][1] == 0:
             for i in cutlass.range_constexpr(cute.size(lse)):
                 row = first_row + thread_positions[i, 0][0]
-                if row < seqlen.seqlen_q:
+                if row < end:
                     target = self._tables.lse_rows[batch_idx, row] + Int64(head_idx) * 4
                     cute.make_tensor(cute.make_ptr(Float32, target, cute.AddressSpace.gmem, assumed_align=4), (1,))[0] = lse[i]
 
@@ -353,7 +335,7 @@ def tile_shape(head_dim: int, causal: bool) -> tuple[int, int]:
 
 @cache
 def compiled(
-    dtype: str, head_dim: int, queries_per_kv: int, causal: bool, world: int, with_lse: bool = False, check_entry: bool = True
+    dtype: str, head_dim: int, queries_per_kv: int, causal: bool, with_lse: bool = False
 ) -> Any:  # fmt: skip
     """The attention kernel for a configuration, compiled once per process (a few seconds); `launch` calls it."""
     config = _tile_size_fwd_sm90(head_dim, head_dim, causal, False)
@@ -361,7 +343,7 @@ def compiled(
     kernel = AttentionA2ASm90(
         element, head_dim, head_dim, queries_per_kv, is_causal=causal, is_local=False, pack_gqa=False, tile_m=config.m_block_size,
         tile_n=config.n_block_size, num_stages=2, num_threads=384, Q_in_regs=False, intra_wg_overlap=config.intra_wg_overlap,
-        mma_pv_is_rs=config.mma_pv_is_rs, world=world, with_lse=with_lse, check_entry=check_entry,
+        mma_pv_is_rs=config.mma_pv_is_rs, with_lse=with_lse,
     )  # fmt: skip
     batch, sequence, heads, kv_heads = (cute.sym_int() for _ in range(4))
     q = make_fake_tensor(element, (batch, sequence, heads, head_dim), divisibility=8)
@@ -380,10 +362,10 @@ def compiled(
 
 
 @cache
-def compiled_finish(world: int) -> Any:
-    """The kernel that follows; call it with (control, call, signals) on torch's current stream."""
+def compiled_meeting(world: int, kind: int) -> Any:
+    """A meeting of `world` ranks; call it with (control, call, signals), it runs on torch's current stream."""
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(Finish(world), *_words(3), stream, options="--enable-tvm-ffi")
+    return cute.compile(Meeting(world, kind), *_words(3), stream, options="--enable-tvm-ffi")
 
 
 def launch(

@@ -61,9 +61,9 @@ class Variant:
     Attributes:
         order: one of `layout.ORDERS`, or `auto`, which is `alternating`: measured best or within the noise on every shape.
         stores: `owner`; `local` (every row into this rank's own memory: the control) or `remote` (every row to the next rank).
-        entry: `auto`: a call checks that its peers have entered it only where it must (`AttentionA2A._must_check`); `always`.
-        finish: `wait` (the call ends when the output is complete), `none` (the attention kernel alone, no entry check and no
-            signal: sender-visible time).
+        entry: `auto`: the ranks meet before a call only where they must (`AttentionA2A._must_meet`); `always`.
+        finish: `wait` (the call ends when the output is complete), `none` (the attention kernel alone, no meeting before
+            or after: sender-visible time).
     """
 
     order: str = "auto"
@@ -372,26 +372,26 @@ class AttentionA2A:
             if torch.cuda.is_current_stream_capturing():
                 raise XStageError("attend: call it once with these shapes before capturing a CUDA graph")
             plan = self._plans[call] = self._plan(call)
-        check_entry = self._must_check(variant)
-        kernel = kernel_sm90.compiled(
-            str(self.dtype).removeprefix("torch."), self.head_dim, group, call.causal, self.world, call.return_lse, check_entry
-        )
+        kernel = kernel_sm90.compiled(str(self.dtype).removeprefix("torch."), self.head_dim, group, call.causal, call.return_lse)
         turn = self._turn % self.buffers
         self._turn += 1
         q, k, v = (_aligned(x) for x in (q.detach(), k.detach(), v.detach()))
         tables = [plan.tiles, plan.rows[turn], self._control, plan.calls[turn], self._signals]
         if call.return_lse:
             tables.append(plan.lse_rows[turn])
+        meeting = (self._control, plan.calls[turn], self._signals)
+        if self._must_meet(variant):
+            kernel_sm90.compiled_meeting(self.world, kernel_sm90.ENTERED)(*meeting)
         kernel_sm90.launch(kernel, q, k, v, scale, tables)
-        if variant.finish != "none":
-            kernel_sm90.compiled_finish(self.world)(self._control, plan.calls[turn], self._signals)
+        if variant.finish == "wait":
+            kernel_sm90.compiled_meeting(self.world, kernel_sm90.DONE)(*meeting)
         return plan.outs[turn], plan.lses[turn].transpose(1, 2) if call.return_lse else None
 
-    def _must_check(self, variant: Variant) -> bool:
-        """Whether this call's stores must wait until every peer has entered it.
+    def _must_meet(self, variant: Variant) -> bool:
+        """Whether the ranks must meet before this call's stores.
 
         They need not when the call before wrote another buffer and waited for its peers: their `done` of that call says that they
-        had entered it, and so had read what this call overwrites. A graph may be replayed after anything, so its first call checks;
+        had entered it, and so had read what this call overwrites. A graph may be replayed after anything, so its first call meets;
         and once there is a graph, so does every call outside.
         """
         capture = _capture_id()

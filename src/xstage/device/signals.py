@@ -57,17 +57,6 @@ def claim_gpu(address: Int64, word: Int64) -> Int64:
     )
 
 
-def barrier_any(flag: Int32, barrier_id: int, threads: int) -> Int32:
-    """Named barrier that returns 1 to every thread if `flag` was not zero in any: a vote at the price of the barrier."""
-    return cute.arch.inline_ptx(
-        "{\n\t.reg .pred vote, any;\n\tsetp.ne.s32 vote, {$r0}, 0;\n\t"
-        f"barrier.cta.red.or.pred any, {barrier_id}, {threads}, vote;\n\t"
-        "selp.s32 {$w0}, 1, 0, any;\n\t}",
-        write_only_types=[Int32],
-        read_only_args=[flag],
-    )
-
-
 @cute.jit
 def wait_for_generation(address: Int64, generation: Int32, failed_address: Int64, timeout_ns: Int64) -> Int64:
     """Wait until the word at `address` (local memory) carries `generation` or a later one; returns the last word read.
