@@ -20,6 +20,7 @@ from xstage.calibration.fit import held_out
 from xstage.errors import XStageError
 from xstage.platform import METHODS, KiB, MiB, Platform, load_platform
 from xstage.studies.tables import TABLES as SIMULATED
+from xstage.studies.tables import grid
 
 HEADLINE = "headline.json"
 
@@ -99,11 +100,6 @@ def fill(text: str, results: Path, where: str) -> str:
     return re.sub(r"<!-- generated: ([\w-]+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
 
 
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table."""
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
-
-
 def calibrations(results: Path) -> list[tuple[Path, Platform]]:
     """Platform files of the results folder, oldest first."""
     found = [(path, load_platform(path)) for path in sorted(results.rglob("calibration-*.json"))]
@@ -120,7 +116,7 @@ def _platform_table(results: Path) -> str:
             f"{float(m.issue_floor_ns(p.sms, 32 * KiB)) / 1e3:.2f} µs", f"{m.latency_ns / 1e3:.2f} µs",
         ])  # fmt: skip
     head = ["", "drain rate R", "capacity Q", "knee, per producer", "T_iss⁰ at 8 KiB", "T_iss⁰ at 32 KiB", "fence of an empty path"]
-    return markdown(head, rows) + f"\n\n{p.gpus} × {p.fingerprint['gpu_name']}, {p.sms} producers; `{path.relative_to(results.parent)}`."
+    return grid(head, rows) + f"\n\n{p.gpus} × {p.fingerprint['gpu_name']}, {p.sms} producers; `{path.relative_to(results.parent)}`."
 
 
 def _producers_table(results: Path) -> str:
@@ -132,7 +128,7 @@ def _producers_table(results: Path) -> str:
                 f"`{name}`", f"{k:g}", f"{float(m.drain_rate(k)):.0f} GB/s", f"{q / MiB:.2f} MiB", f"{fence / MiB:.2f} MiB",
                 f"{q / k / KiB:.1f} KiB", f"{low / KiB:g} to {high / KiB:g} KiB",
             ])  # fmt: skip
-    return markdown(["", "producers", "R", "Q from the knee", "Q from the fence", "Q per producer", "knee, per producer"], rows)
+    return grid(["", "producers", "R", "Q from the knee", "Q from the fence", "Q per producer", "knee, per producer"], rows)
 
 
 def _gates_table(results: Path) -> str:
@@ -143,7 +139,7 @@ def _gates_table(results: Path) -> str:
         values = [f"{gates[name].value:.3g}" if name in gates else "–" for gates in by_name]
         rows.append([name, *values, f"{gate.limit:g}", gate.unit, gate.detail])
     files = " and ".join(f"`{path.relative_to(results.parent)}` ({p.created})" for path, p in found)
-    return markdown(["gate", *[path.stem for path, _ in found], "limit", "unit", "detail (last file)"], rows) + f"\n\n{files}."
+    return grid(["gate", *[path.stem for path, _ in found], "limit", "unit", "detail (last file)"], rows) + f"\n\n{files}."
 
 
 def _comparison_table(results: Path) -> str:
@@ -161,7 +157,55 @@ def _comparison_table(results: Path) -> str:
     said = (
         f"{sum(r.verdict == 'SAME' for r in rows)} of {len(rows)} quantities are SAME; {found[0][1].created} against {found[1][1].created}."
     )
-    return markdown(["quantity", "method", "direction", "per producer", "ratio", "95% interval", "verdict"], cells) + "\n\n" + said
+    return grid(["quantity", "method", "direction", "per producer", "ratio", "95% interval", "verdict"], cells) + "\n\n" + said
+
+
+def _attention_table(results: Path) -> str:
+    content = _read(results / "h200x2" / "attention.json")
+    rows = []
+    for r in content["rows"]:
+        residual, baseline, d = r["groups"]["residual"], r["groups"]["baseline"], r["derived"]
+        us = {name: f"{t['slowest_ns'] / 1e3:.1f}" for group in (baseline, residual) for name, t in group.items()}
+        rows.append([
+            f"{r['heads']}, {r['sequence']:,}", *(us[n] for n in ("fa4", "local", "stores", "fused", "push_graph", "nccl_graph", "nccl")),
+            f"{d['residual_ns'] / 1e3:.1f} ({d['residual_share']:.1%})", f"{r['predicted_residual_ns']['alternating'] / 1e3:.1f}",
+            f"{d['readiness_ns'] / 1e3:.1f}", f"{d['kernel_over_fa4_ns'] / 1e3 / float(us['fa4']):.2%}",
+            f"{d['speedup_strongest']:.2f}×", f"{d['speedup_paper_baseline']:.2f}×",
+        ])  # fmt: skip
+    head = ["H, M", "FA4 alone", "local stores", "stores", "fused", "push, graph", "NCCL, graph", "NCCL, eager", "E_res", "predicted",
+            "readiness", "local over FA4", "over strongest serial", "over eager serial"]  # fmt: skip
+    said = "µs per call, slowest rank, medians; H heads per GPU, head dim 128, bf16, full attention; `results/h200x2/attention.json`."
+    return grid(head, rows) + "\n\n" + said
+
+
+def _attention_orders_table(results: Path) -> str:
+    rows = []
+    for r in _read(results / "h200x2" / "attention.json")["rows"]:
+        d, p = r["derived"], r["predicted_residual_ns"]
+        cells = [f"{d[f'residual_{o}_ns'] / 1e3:.1f} ({p[o] / 1e3:.1f})" for o in ("plain", "alternating", "own_last")]
+        rows.append([f"{r['heads']}, {r['sequence']:,}", *cells, f"{d['residual_remote_ns'] / 1e3:.1f}", f"{d['meeting_ns'] / 1e3:.1f}"])
+    return grid(["H, M", "plain", "alternating", "own last", "all remote", "a meeting before the call"], rows)
+
+
+def _attention_designs_table(results: Path) -> str:
+    now, check, persistent = (
+        {(r["heads"], r["sequence"]): r for r in _read(results / "h200x2" / f"{name}.json")["rows"]}
+        for name in ("attention", "attention-entry-check", "attention-persistent")
+    )
+    rows = []
+    for key, r in now.items():
+        if key not in persistent or key not in check:
+            continue
+        old, middle, new = persistent[key]["variants"], check[key]["groups"], r["groups"]
+        base = [f"{v['fa4']['slowest_ns'] / 1e3:.1f}" for v in (old, middle["residual"], new["residual"])]
+        fused = [f"{v['fused']['slowest_ns'] / 1e3:.1f}" for v in (old, middle["residual"], new["residual"])]
+        checked = f"{middle['order']['checked']['slowest_ns'] / 1e3:.1f}"
+        rows.append([f"{key[0]}, {key[1]:,}", f"{fused[0]} ({base[0]})", f"{checked} ({base[1]})", f"{fused[2]} ({base[2]})"])
+    return grid(["H, M", "persistent", "entry check inside", "meetings outside"], rows)
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 TABLES: dict[str, Callable[[Path], str]] = {
@@ -169,5 +213,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "producers": _producers_table,
     "gates": _gates_table,
     "comparison": _comparison_table,
+    "attention": _attention_table,
+    "attention-orders": _attention_orders_table,
+    "attention-designs": _attention_designs_table,
     **SIMULATED,
 }
