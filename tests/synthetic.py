@@ -100,8 +100,8 @@ def platform(
     )
     fingerprint = {"gpu_name": gpu_name, "sms": 132, "driver": "000.00 (synthetic)", "cuda": "0.0", "nvlink_links": 18, "power_cap_w": 700}
     return Platform(
-        name, "measured", 132, 2, methods, gates, fingerprint, tuple(samples), "SYNTHETIC: drawn from the model, not measured",
-        "2000-01-01T00:00:00+00:00", "python tests/synthetic.py",
+        name, "measured", 132, 2, methods, gates, fingerprint=fingerprint, samples=tuple(samples),
+        note="SYNTHETIC: drawn from the model, not measured", created="2000-01-01T00:00:00+00:00", command="python tests/synthetic.py",
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from xstage.burst_gap import recurrence
-from xstage.calibration.fit import drain_rates, fit_method, gates, held_out
+from xstage.calibration.fit import drain_rates, fit_method, fit_residuals, gates, held_out
 from xstage.calibration.protocol import Point, points, producer_grid
 from xstage.errors import CalibrationFailed
 from xstage.platform import KiB, Platform
@@ -74,6 +74,15 @@ def test_held_out_points_were_not_fitted_and_are_predicted(samples: list[Sample]
     assert not fitted & {(p.sample.producers, p.sample.bytes_per_producer, p.sample.gap_ns, p.sample.mode) for p in points_held}
     assert np.median([p.period_error for p in points_held]) < 0.02
     assert np.median([p.issue_error for p in points_held]) < 0.05
+
+
+def test_residuals_are_the_noise_where_the_machine_follows_the_model(samples: list[Sample], platform: Platform) -> None:
+    r = fit_residuals(samples, platform)["st_global"]
+    assert r["issue_median"] < 0.01
+    assert r["issue_p95"] < 0.06
+    assert r["rate_max"] < 0.02
+    spoiled = [replace(s, issue_ns=[v * 1.3 for v in s.issue_ns]) for s in samples]
+    assert fit_residuals(spoiled, platform)["st_global"]["issue_median"] == pytest.approx(1 - 1 / 1.3, abs=0.01)
 
 
 def test_all_gates_pass_on_a_machine_that_follows_the_model(samples: list[Sample], platform: Platform) -> None:

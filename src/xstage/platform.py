@@ -123,6 +123,7 @@ class Platform:
     Attributes:
         name: for people. origin: `measured` or `published`. sms: multiprocessors per GPU. gpus: ranks that took part.
         methods: by store-method name. gates: quality checks, empty for published platforms.
+        residuals: per table, relative errors of the fit at the points it was made from (`calibration.fit.fit_residuals`).
         fingerprint: what the machine was. samples: raw samples of the fit. note: one line on where it comes from.
         created: ISO time. command: what was run.
     """
@@ -133,6 +134,7 @@ class Platform:
     gpus: int
     methods: dict[str, StoreMethod]
     gates: tuple[Gate, ...] = ()
+    residuals: dict[str, dict[str, float]] = field(default_factory=dict)
     fingerprint: dict[str, Any] = field(default_factory=dict)
     samples: tuple[Sample, ...] = ()
     note: str = ""
@@ -253,6 +255,7 @@ def _parse(content: str, where: str, with_samples: bool) -> Platform:
         gpus=int(_positive(_get(data, "gpus", int, where), f"{where}: gpus")),
         methods={name: _method(name, m, f"{where}: methods.{name}") for name, m in methods.items()},
         gates=gates,
+        residuals=_get(data, "residuals", dict, where) if "residuals" in data else {},
         fingerprint=_get(data, "fingerprint", dict, where),
         samples=samples,
         **texts,
@@ -373,6 +376,7 @@ def _dump(platform: Platform) -> str:
             }
             for g in platform.gates
         ],
+        "residuals": platform.residuals,
         "fingerprint": platform.fingerprint,
     }  # fmt: skip
     body = json.dumps(head, indent=1, ensure_ascii=False)

@@ -142,6 +142,13 @@ def _gates_table(results: Path) -> str:
     return grid(["gate", *[path.stem for path, _ in found], "limit", "unit", "detail (last file)"], rows) + f"\n\n{files}."
 
 
+def _residuals_table(results: Path) -> str:
+    _, p = calibrations(results)[-1]
+    keys = ("issue_median", "issue_p95", "issue_max", "rate_max")
+    rows = [[f"`{name}`", *(f"{r[key]:.1%}" for key in keys)] for name, r in p.residuals.items()]
+    return grid(["", "issue time, median", "95th percentile", "largest", "rate, largest"], rows)
+
+
 def _comparison_table(results: Path) -> str:
     from xstage.bench.compare import compare
 
@@ -212,6 +219,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "platform": _platform_table,
     "producers": _producers_table,
     "gates": _gates_table,
+    "residuals": _residuals_table,
     "comparison": _comparison_table,
     "attention": _attention_table,
     "attention-orders": _attention_orders_table,

@@ -157,6 +157,31 @@ def _predict(s: Sample, platform: Platform, table: str) -> HeldOut:
     return HeldOut(s, period, predicted + (0.0 if s.mode == "isolated" else gap), issue, predicted)
 
 
+def fit_residuals(samples: Iterable[Sample], platform: Platform) -> dict[str, dict[str, float]]:
+    """How far the fitted tables are from the points they were fitted to: relative errors of isolated issue times and of zero-gap rates.
+
+    Per table `issue_median`, `issue_p95`, `issue_max` over all isolated points of the producer counts that have a capacity, and
+    `rate_max` over the zero-gap bursts that are limited by the drain (within 3% of R(K)).
+    """
+    out = {}
+    taken = list(samples)
+    for name, m in platform.methods.items():
+        mine = select(of_table(taken, name), destination="peer", role="fit", loaded=False, fan_out=1)
+        errors = []
+        for (k, b), here in _by_point(s for s in mine if s.mode == "isolated").items():
+            if k in m.capacity_producers:
+                issue = median_of(here, "issue_ns")
+                model = max(float(m.issue_floor_ns(k, b)), (k * b - float(m.capacity_bytes(k))) / float(m.drain_rate(k)))
+                errors.append(abs(model / issue - 1))
+        rates = [abs(s.rate / float(m.drain_rate(s.producers)) - 1) for s in mine if s.mode == "free" and s.gap_ns == 0]
+        reached = [e for e in rates if e <= 0.03]
+        out[name] = {
+            "issue_median": round(float(np.median(errors)), 5), "issue_p95": round(float(np.quantile(errors, 0.95)), 5),
+            "issue_max": round(max(errors), 5), "rate_max": round(max(reached), 5),
+        }  # fmt: skip
+    return out
+
+
 def gates(samples: Sequence[Sample], platform: Platform, arrived: bool) -> tuple[Gate, ...]:
     """Quality gates per store method; the docstring of each says what it protects from."""
     out = [Gate("stores arrive at the peer", 0.0 if arrived else 1.0, 0.0, "", "a known pattern was compared at its destination")]

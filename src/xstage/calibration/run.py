@@ -12,12 +12,13 @@ import signal
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from xstage.calibration.fit import fit_tables, gates
+from xstage.calibration.fit import fit_residuals, fit_tables, gates
 from xstage.calibration.protocol import REPEATS, Point, points
 from xstage.errors import CalibrationFailed, PeerTimeout, XStageError
 from xstage.fingerprint import command, fingerprint
@@ -109,7 +110,7 @@ def fit(samples: Iterable[Sample], *, name: str | None, sms: int, gpus: int, arr
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         command=command,
     )
-    return Platform(**{**platform.__dict__, "gates": gates(taken, platform, arrived)})
+    return replace(platform, gates=gates(taken, platform, arrived), residuals=fit_residuals(taken, platform))
 
 
 def _take(launcher: Any, meet: _Meeting, methods: tuple[str, ...], repeat: int, log: Path) -> None:
