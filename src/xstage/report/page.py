@@ -139,7 +139,7 @@ def _head(platform: Platform, notes: Sequence[str]) -> str:
     said = (
         f"A GPU that stores into a peer's memory does not have to wait until the bytes arrive. On this platform, when {k} producers send "
         f"{_size(shown)} each at the same time into an empty path, {waits}. The path drains {rate:.0f} GB/s and holds {_size(capacity)}; "
-        f"{taken}. A kernel that leaves at least the drain time between two such bursts "
+        f"{taken}. A kernel whose bursts stay below that, with at least their drain time from one to the next, "
         "gets its communication for the price of the store instructions."
     )
     facts = (
