@@ -41,13 +41,6 @@ def store_relaxed_sys(address: Int64, word: Int64) -> None:
     cute.arch.inline_ptx("st.relaxed.sys.global.b64 [{$r0}], {$r1};", read_only_args=[address, word])
 
 
-def arrive_gpu(address: Int64) -> Int64:
-    """Count one arrival; returns how many came before. Releases this CTA's stores, acquires those of the earlier arrivals."""
-    return cute.arch.inline_ptx(
-        "atom.acq_rel.gpu.global.add.u64 {$w0}, [{$r0}], {$r1};", write_only_types=[Int64], read_only_args=[address, Int64(1)]
-    )
-
-
 def claim_gpu(address: Int64, word: Int64) -> Int64:
     """Write `word` where zero was; returns what was there. The first failure wins."""
     return cute.arch.inline_ptx(
