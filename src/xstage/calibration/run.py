@@ -120,7 +120,6 @@ def _take(launcher: Any, meet: _Meeting, methods: tuple[str, ...], repeat: int, 
     alone = [p for p in todo if not p.loaded]
     for rank in range(launcher.world):
         if rank == launcher.rank:
-            launcher.launch(alone[0])  # the first launch after a pause finds cold clocks and page tables
             _measure(launcher, alone, log)
         meet(f"repeat {repeat}, rank {rank} alone")
     _measure(launcher, [p for p in todo if p.loaded], log)
@@ -128,12 +127,12 @@ def _take(launcher: Any, meet: _Meeting, methods: tuple[str, ...], repeat: int, 
 
 
 def _measure(launcher: Any, todo: list[Point], log: Path) -> None:
-    batch: list[Sample] = []
-    for i, point in enumerate(todo):
-        batch.append(launcher.launch(point))
-        if len(batch) == 32 or i == len(todo) - 1:
-            append(log, batch)
-            batch = []
+    before = ""
+    for point in todo:
+        if point.destination != before:  # the first launch on another path finds it cold: peer stores then drain a third slower
+            launcher.launch(point)
+            before = point.destination
+        append(log, [launcher.launch(point)])
 
 
 class _Meeting:
