@@ -67,7 +67,7 @@ def platform(
         return float(1 + noise * rng.standard_normal())
 
     def bursts(value: float) -> list[float]:
-        return [round(float(v), 1) for v in value * spread() * (1 + noise * rng.standard_normal(4))]
+        return [round(float(v)) * 1.0 for v in value * spread() * (1 + noise * rng.standard_normal(4))]
 
     for method in methods:
         for rank in (0, 1):
@@ -106,7 +106,7 @@ def platform(
 
 
 def _sample(method: str, mode: str, k: int, b: int, gap: float, rank: int, role: str, issue: list[float], visible: list[float]) -> Sample:
-    return Sample(method, mode, "peer", k, b, gap, rank, role=role, issue_ns=issue, issue_max_ns=[round(1.2 * t, 1) for t in issue],
+    return Sample(method, mode, "peer", k, b, gap, rank, role=role, issue_ns=issue, issue_max_ns=[round(1.2 * t) * 1.0 for t in issue],
                   visible_ns=visible, gap_seen_ns=[gap] * len(issue), skew_ns=[30.0] * len(issue), sm_clock_ghz=1.98)  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.skipif(
-    any(find_spec(name) is None for name in ("cutlass", "flash_attn", "quack")), reason="the kernel packages are not installed"
+    any(find_spec(name) is None for name in ("cutlass", "flash_attn", "quack", "triton")), reason="the kernel packages are not installed"
 )
 
 CONFIGURATIONS = [

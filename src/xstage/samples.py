@@ -87,7 +87,8 @@ class Sample:
         return self.window_ns / self.window_bursts if self.window_bursts > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        return {k: (_round(v)) for k, v in asdict(self).items()}
+        """The fields that differ from their defaults; nanoseconds rounded to what the clocks can tell."""
+        return {k: _round(v) for k, v in asdict(self).items() if k in _ALWAYS or v != _BLANK[k]}
 
     @staticmethod
     def from_json(entry: Any, where: str = "samples") -> Sample:
@@ -103,6 +104,10 @@ class Sample:
             raise XStageError(f"{where}: {str(error).split('__init__() ')[-1]}") from None
         _check(sample, where)
         return sample
+
+
+_BLANK = asdict(Sample("", "", "", 0, 0, 0.0, 0))
+_ALWAYS = ("method", "mode", "destination", "producers", "bytes_per_producer", "gap_ns", "rank")
 
 
 def select(samples: Iterable[Sample], **wanted: object) -> list[Sample]:
@@ -162,5 +167,5 @@ def _round(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, 4)
     if isinstance(value, list):
-        return [round(v, 1) for v in value]
+        return [round(v, 1) if abs(v) < 1000 else round(v) for v in value]
     return value
