@@ -624,13 +624,13 @@ def _why_not_fused(device: torch.device, dtype: torch.dtype, head_dim: int, worl
 
 
 def _capture_id() -> int:
-    """Which CUDA graph is being captured on the current stream; 0 for none."""
+    """Which CUDA graph is being captured on the current stream; 0 for none, a new negative number where that cannot be told."""
     if not torch.cuda.is_current_stream_capturing():
         return 0
     from cuda.bindings import driver
 
     error, _, number, *_ = driver.cuStreamGetCaptureInfo(torch.cuda.current_stream().cuda_stream)
-    return int(number) if error == driver.CUresult.CUDA_SUCCESS else -1
+    return int(number) if error == driver.CUresult.CUDA_SUCCESS else -next(_ids)
 
 
 def _device(device: torch.device | str | None, group: dist.ProcessGroup) -> torch.device:
