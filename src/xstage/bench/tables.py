@@ -19,6 +19,7 @@ from xstage.burst_gap import knee_bytes_per_producer
 from xstage.calibration.fit import held_out
 from xstage.errors import XStageError
 from xstage.platform import METHODS, KiB, MiB, Platform, load_platform
+from xstage.predict import predict, text
 from xstage.studies.tables import TABLES as SIMULATED
 from xstage.studies.tables import grid
 
@@ -117,6 +118,11 @@ def _platform_table(results: Path) -> str:
         ])  # fmt: skip
     head = ["", "drain rate R", "capacity Q", "knee, per producer", "T_iss⁰ at 8 KiB", "T_iss⁰ at 32 KiB", "fence of an empty path"]
     return grid(head, rows) + f"\n\n{p.gpus} × {p.fingerprint['gpu_name']}, {p.sms} producers; `{path.relative_to(results.parent)}`."
+
+
+def _predict_example(_results: Path) -> str:
+    shown = text(predict("h200-nvlink4", None, 32 * KiB, 12_000.0))
+    return "    $ xstage predict --bytes 32KiB --gap 12us\n" + "\n".join(f"    {line}" for line in shown.splitlines())
 
 
 def _producers_table(results: Path) -> str:
@@ -218,6 +224,7 @@ def _read(path: Path) -> Any:
 TABLES: dict[str, Callable[[Path], str]] = {
     "platform": _platform_table,
     "producers": _producers_table,
+    "predict-example": _predict_example,
     "gates": _gates_table,
     "residuals": _residuals_table,
     "comparison": _comparison_table,
