@@ -1,6 +1,9 @@
 """Shapes by name, and the bytes of a rank's buffer: no overlap, alignment, a size by hand, growth, refusals."""
 
 import itertools
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 from xstage.errors import XStageError
 from xstage.moe import shapes
 from xstage.moe.layout import ELEMENTS, ITEM_BYTES, BufferLayout, padded_rows
+from xstage.simulate import routing
 from xstage.simulate import shapes as simulated
 
 
@@ -114,3 +118,15 @@ def test_shapes() -> None:
         shapes.MoEShape("mine", 128, 128, 2, 3)
     with pytest.raises(XStageError, match="hidden: 0"):
         shapes.MoEShape("mine", 0, 128, 2, 1)
+
+
+def test_the_docs_show_the_table_and_the_routing() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "moe.md").read_text(encoding="utf-8")
+    m = shapes.shape("Qwen3-30B")
+    assert BufferLayout(2, m.experts, m.hidden, m.top_k, 8192, 128).describe() in text
+    assert routing.power(2 * 8192, m.experts, m.top_k, 0.8, 0).describe() in text
+
+
+def test_sizes_need_no_torch() -> None:
+    code = "import sys, xstage.moe.layout, xstage.simulate.shapes; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

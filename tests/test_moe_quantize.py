@@ -97,6 +97,12 @@ def test_zeros_keep_their_sign() -> None:
     assert (q.view(torch.uint8)[1] == 0x80).all()
 
 
+def test_the_largest_scale_is_exact() -> None:
+    largest = torch.finfo(torch.float32).max
+    _, scales = qz.quantize_activations(torch.full((1, 128), largest))
+    assert scales.double().item() * 448 == largest
+
+
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
 def test_neighbours_of_what_is_not_finite_are_untouched(bad: float) -> None:
     x = families()["random"].clone()

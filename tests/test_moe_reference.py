@@ -65,7 +65,7 @@ def plain_fp8(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, w1: tor
     """What one writes in a minute: block quantisation, bfloat16 matrices, bfloat16 in between."""
 
     def coarse(m: torch.Tensor, rows: int) -> torch.Tensor:
-        b = m.float().view(-1, rows, m.shape[-1] // 128, 128) if rows > 1 else m.float().view(-1, 1, m.shape[-1] // 128, 128)
+        b = m.float().view(-1, rows, m.shape[-1] // 128, 128)
         s = b.abs().amax((1, 3), keepdim=True).clamp_min(1e-10) / 448
         return ((b / s).to(torch.float8_e4m3fn).float() * s).view(m.shape).bfloat16()
 

@@ -14,7 +14,7 @@ Ranks exchange the bytes of `xstage.moe.layout`, row by row to where `xstage.moe
 so a byte that is read but was not written shows. One process is one rank of the same code: an expert sees the same rows in the same
 order, and results are bitwise equal.
 
-Not covered: speed, gradients.
+Not covered: speed, gradients, refusal by all ranks together (a rank refuses by itself, and its peers wait for gloo to give up).
 """
 
 from __future__ import annotations
