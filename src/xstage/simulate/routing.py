@@ -2,8 +2,8 @@
 
 `balanced` gives every expert the same load. `power` gives expert popularity p_i ∝ (i + 1)^−α, shuffled over expert ids with a
 seed (field practice: α = 0.8 in serving benchmarks, 1.0–1.2 elsewhere). Counts are the expected ones of drawing top-k distinct
-experts per token: the inclusion probability of expert i is 1 − exp(−λ·p_i) with λ such that they add up to k. `from_file` reads
-counts from a JSON file: a list of one count per expert.
+experts per token: the inclusion probability of expert i is 1 − exp(−λ·p_i) with λ such that they add up to k. `k_hot` gives
+the whole load to a few experts, chosen with a seed, evenly. `from_file` reads counts from a JSON file: a list of one count per expert.
 
 Not covered: correlation between tokens, and sampling noise (a count of n would spread by about √n).
 """
@@ -46,6 +46,10 @@ class Routing:
     def max_over_mean(self) -> float:
         return float(self.counts.max() / self.counts.mean())
 
+    def describe(self) -> str:
+        """One line: the name, Gini coefficient and maximum over mean."""
+        return f"{self.name}: Gini {self.gini:.3f}, max/mean {self.max_over_mean:.2f}"
+
     def ranks(self, ranks: int) -> NDArray[np.int64]:
         """Counts by rank, shape (ranks, experts/ranks): expert e lives on rank e // (experts/ranks)."""
         if ranks < 1 or len(self.counts) % ranks:
@@ -82,6 +86,21 @@ def power(tokens: int, experts: int, top_k: int, alpha: float = 0.8, seed: int =
     share = 1 - np.exp(-high * popularity)
     counts = _whole(share / share.sum() * top_k * tokens, tokens, top_k)
     return Routing(f"power alpha={alpha:g} seed={seed}", np.random.default_rng(seed).permutation(counts), top_k, tokens)
+
+
+def k_hot(tokens: int, experts: int, top_k: int, hot: int, seed: int = 0) -> Routing:
+    """`hot` experts, chosen with `seed`, share all pairs evenly; with hot = top_k each of them gets every token.
+
+    Raises:
+        XStageError: tokens, experts, top_k or hot outside their range.
+    """
+    _check(tokens, experts, top_k)
+    if not top_k <= hot <= experts:
+        raise XStageError(f"hot: {hot!r} must lie in {top_k} … {experts}, from top_k to the number of experts")
+    counts = np.zeros(experts, np.int64)
+    chosen = np.random.default_rng(seed).permutation(experts)[:hot]
+    counts[chosen] = _whole(np.full(hot, tokens * top_k / hot), tokens, top_k)
+    return Routing(f"k-hot hot={hot} seed={seed}", counts, top_k, tokens)
 
 
 def from_file(path: str | os.PathLike[str], tokens: int, experts: int, top_k: int) -> Routing:

@@ -1,18 +1,17 @@
-"""Model shapes of the paper's evaluation, with the mainloop times that its table 2 prints.
+"""Shapes of the paper's evaluation (`xstage.moe.shapes`) with the mainloop times that its table 2 prints.
 
-The shapes are the public ones of the models; the paper does not print them. `DiT-MoE` is synthetic: its shape is not public, the
-intermediate size is inferred from its Linear-2 time (1280 on the line through the other rows) and the rest is made up. Mainloop
-times are medians of full tiles, W8A8. A W4A8 mainloop is taken to be shorter in the ratio of bytes that a CTA loads per step of K
-(an assumption: the printed times follow loads, not arithmetic).
+Mainloop times are medians of full tiles, W8A8. A W4A8 mainloop is taken to be shorter in the ratio of bytes that a CTA loads per step
+of K (an assumption: the printed times follow loads, not arithmetic).
 
 The tile, 192 × 128 per CTA in clusters of two, is the public kernel's choice for long sequences; the paper does not print it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 
 from xstage.errors import XStageError
+from xstage.moe.shapes import PAPER, MoEShape
 from xstage.simulate import routing as routings
 from xstage.simulate.mega_moe import MoEWorkload
 
@@ -20,28 +19,24 @@ TILE_M, TILE_N, CTAS = 192, 128, 2
 
 
 @dataclass(frozen=True)
-class Shape:
-    """hidden, intermediate, experts, top_k of a model and its full-tile mainloop times (ns, W8A8, paper's table 2)."""
+class Shape(MoEShape):
+    """A model's shape and its full-tile mainloop times (ns, W8A8, paper's table 2)."""
 
-    name: str
-    hidden: int
-    intermediate: int
-    experts: int
-    top_k: int
-    mma_l2_ns: float
-    mma_l1_ns: float
-    synthetic: bool = False
+    mma_l2_ns: float = field(kw_only=True)
+    mma_l1_ns: float = field(kw_only=True)
 
 
-SHAPES = (
-    Shape("DiT-MoE", 5120, 1280, 64, 4, 5300, 9770, synthetic=True),
-    Shape("Qwen3.5", 4096, 1024, 512, 10, 4240, 14400),
-    Shape("Hy3", 4096, 1536, 192, 8, 6090, 10790),
-    Shape("MiMo-V2.5", 4096, 2048, 256, 8, 7770, 7570),
-    Shape("GLM-5.2", 6144, 2048, 256, 8, 7990, 18770),
-    Shape("DSv4-Flash", 4096, 2048, 256, 6, 8010, 7400),
-    Shape("DSv4-Pro", 7168, 3072, 384, 6, 9540, 11570),
-)
+# (Linear-2, Linear-1) mainloop, ns.
+MAINLOOPS = {
+    "DiT-MoE": (5300, 9770),
+    "Qwen3.5": (4240, 14400),
+    "Hy3": (6090, 10790),
+    "MiMo-V2.5": (7770, 7570),
+    "GLM-5.2": (7990, 18770),
+    "DSv4-Flash": (8010, 7400),
+    "DSv4-Pro": (9540, 11570),
+}
+SHAPES = tuple(Shape(**asdict(m), mma_l2_ns=MAINLOOPS[m.name][0], mma_l1_ns=MAINLOOPS[m.name][1]) for m in PAPER)
 
 
 def shape(name: str) -> Shape:

@@ -1,0 +1,149 @@
+"""Every byte of the symmetric buffer of one expert-parallel rank: the one definition for sizing, kernels, reference and tests.
+
+Expert e lives on rank e // (experts / ranks). A *row* is one (token, pick) pair at its expert. The rows of a rank's experts lie one
+expert after another, each expert's rows padded up to the tile, and within an expert by source rank, then token, then pick. From the
+counts of all ranks everybody derives the same place of every row (`xstage.moe.routing`), so a sender stores without asking.
+
+Regions, in order; each starts at a multiple of 128 bytes, each row at a multiple of 16:
+
+* `counts`, int32 [ranks, experts]: row r is stored by rank r, its rows per expert.
+* `sources`, 4 × int32 per row: source rank, token, pick, and the bits of the float32 routing weight. One 16-byte store.
+* `activations`: the row, `hidden` elements.
+* `activation_scales`, float32 per 128 columns of the row (fp8 only), row-major, so that a row's scales are one contiguous store.
+* `combine` [max tokens, top_k, hidden]: results come back to the token's own pick. Slots of masked picks are never written or read.
+
+The number of rows is the most that any routing can bring to a rank, P = ranks · max tokens · top_k pairs on n = min(P, experts / ranks)
+experts: ⌊(P + n · (tile − 1)) / tile⌋ tiles. Picks need not be distinct for it to hold. It grows with every argument; with more ranks
+at the same number of experts per rank, and with the tile from one multiple to the next.
+
+Not covered: rings or pools smaller than the worst case, a second buffer for the next call, signal words of kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from xstage.errors import XStageError
+
+ALIGNMENT = 128
+ROW_ALIGNMENT = 16
+SCALE_COLUMNS = 128
+SOURCE_WORDS = 4
+# Element of activations, element of combine slots. float64 is for the reference.
+ELEMENTS = {"fp8": ("float8_e4m3fn", "bfloat16"), "bf16": ("bfloat16", "bfloat16"), "float64": ("float64", "float64")}
+ITEM_BYTES = {"int32": 4, "float32": 4, "float8_e4m3fn": 1, "bfloat16": 2, "float64": 8}
+
+
+def padded_rows(pairs: int, experts: int, tile: int) -> int:
+    """The most rows that `pairs` pairs can take on `experts` experts, each expert padded to `tile`."""
+    return (pairs + min(pairs, experts) * (tile - 1)) // tile * tile
+
+
+@dataclass(frozen=True)
+class Region:
+    """`rows` rows of `columns` elements, `row_bytes` apart, from `offset_bytes`. dtype: torch's name of the element."""
+
+    name: str
+    offset_bytes: int
+    rows: int
+    columns: int
+    dtype: str
+    row_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """Where everything is.
+
+    Attributes:
+        ranks, experts (over all ranks), hidden, top_k, max_tokens_per_rank. tile: rows that an expert's rows are padded to.
+        precision: `fp8`, `bf16` or `float64`, what travels to the experts; results travel as bfloat16 (float64).
+
+    Raises:
+        XStageError: a number outside its range, or one that does not divide another.
+    """
+
+    ranks: int
+    experts: int
+    hidden: int
+    top_k: int
+    max_tokens_per_rank: int
+    tile: int = 128
+    precision: str = "fp8"
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "experts", "hidden", "top_k", "max_tokens_per_rank", "tile"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise XStageError(f"{name}: {value!r} must be a whole number of at least 1")
+        if self.precision not in ELEMENTS:
+            raise XStageError(f"precision: {self.precision!r} is not one of {', '.join(ELEMENTS)}")
+        if self.experts % self.ranks:
+            raise XStageError(f"experts: {self.experts} must be a multiple of the number of ranks, {self.ranks}")
+        if self.top_k > self.experts:
+            raise XStageError(f"top_k: {self.top_k} must lie in 1 … {self.experts}, the number of experts")
+        if self.hidden % SCALE_COLUMNS:
+            raise XStageError(f"hidden: {self.hidden} must be a multiple of {SCALE_COLUMNS}")
+        if self.rows >= 1 << 31:
+            raise XStageError(f"max_tokens_per_rank: {self.max_tokens_per_rank} makes {self.rows} rows; the limit is {(1 << 31) - 1}")
+
+    @property
+    def experts_per_rank(self) -> int:
+        return self.experts // self.ranks
+
+    @property
+    def rows(self) -> int:
+        """Rows of the worst routing, paddings included."""
+        return padded_rows(self.ranks * self.max_tokens_per_rank * self.top_k, self.experts_per_rank, self.tile)
+
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        element, result = ELEMENTS[self.precision]
+        wanted = [
+            ("counts", self.ranks, self.experts, "int32"),
+            ("sources", self.rows, SOURCE_WORDS, "int32"),
+            ("activations", self.rows, self.hidden, element),
+            ("combine", self.max_tokens_per_rank * self.top_k, self.hidden, result),
+        ]
+        if self.precision == "fp8":
+            wanted.insert(3, ("activation_scales", self.rows, self.hidden // SCALE_COLUMNS, "float32"))
+        regions, offset = [], 0
+        for name, rows, columns, dtype in wanted:
+            region = Region(name, offset, rows, columns, dtype, _up(columns * ITEM_BYTES[dtype], ROW_ALIGNMENT))
+            regions.append(region)
+            offset = _up(offset + region.size_bytes, ALIGNMENT)
+        return tuple(regions)
+
+    def region(self, name: str) -> Region:
+        """A region by name.
+
+        Raises:
+            XStageError: no such region in this precision.
+        """
+        for region in self.regions:
+            if region.name == name:
+                return region
+        raise XStageError(f"region: {name!r} is unknown, known are {', '.join(r.name for r in self.regions)}")
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the buffer of one rank, known before anything is allocated."""
+        last = self.regions[-1]
+        return _up(last.offset_bytes + last.size_bytes, ALIGNMENT)
+
+    def describe(self) -> str:
+        """A table of the regions, and the total."""
+        lines = [f"{'region':<18}{'offset':>14}{'bytes':>14}  shape"]
+        for r in self.regions:
+            lines.append(f"{r.name:<18}{r.offset_bytes:>14,}{r.size_bytes:>14,}  {r.dtype} [{r.rows:,}, {r.columns:,}]")
+        lines.append(f"{'total':<18}{'':>14}{self.size_bytes:>14,}  bytes per rank, {self.size_bytes / 2**20:.1f} MiB")
+        return "\n".join(lines)
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

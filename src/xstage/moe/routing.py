@@ -1,0 +1,122 @@
+"""From the picks of every token to the row of every (token, pick) pair at its expert's rank, and back.
+
+Everything but `check` and `draw` is tensor operations of fixed shape on the device of its input, without a look at the values from
+the host: legal in a CUDA graph whose routing changes between replays. `xstage.moe.layout` says in which order rows lie.
+
+A pick of −1 is masked. So is any other number outside 0 … experts − 1, because a device cannot refuse: `check` does, where the host may
+wait. Repeated picks of one token are rows of their own.
+
+`draw` makes picks whose counts are exactly those of a `xstage.simulate.routing.Routing`, so that a measured layer and a simulated one run
+the same load; `Routing.describe()` is the line to print beside a result.
+
+Not covered: which experts real text sends one token to together, and routers themselves.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from xstage.errors import XStageError
+from xstage.simulate.routing import Routing
+
+
+class Placement(NamedTuple):
+    """Where the pairs of one rank go; int32 [tokens, top_k] each, −1 at masked picks.
+
+    position: place among this rank's rows of the same expert. rank: of the expert. row: in that rank's buffer.
+    """
+
+    position: torch.Tensor
+    rank: torch.Tensor
+    row: torch.Tensor
+
+
+def count(topk_idx: torch.Tensor, experts: int) -> torch.Tensor:
+    """int32 [experts]: pairs per expert in `topk_idx` [tokens, top_k] (int32 or int64)."""
+    bins = torch.zeros(experts + 1, dtype=torch.int32, device=topk_idx.device)
+    expert = _expert(topk_idx, experts)
+    return bins.scatter_add_(0, expert, torch.ones_like(expert, dtype=torch.int32))[:experts]
+
+
+def count_ranks(counts: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Pairs per expert [..., experts] to pairs per rank [..., ranks]."""
+    return counts.unflatten(-1, (ranks, -1)).sum(-1, dtype=torch.int32)
+
+
+def positions(topk_idx: torch.Tensor, experts: int) -> torch.Tensor:
+    """int32 [tokens, top_k]: how many pairs of the same expert come before, by token and then pick; −1 at masked picks."""
+    expert = _expert(topk_idx, experts)
+    ordered, pair = torch.sort(expert, stable=True)
+    bins = torch.zeros(experts + 1, dtype=torch.int64, device=expert.device).scatter_add_(0, expert, torch.ones_like(expert))
+    starts = bins.cumsum(0) - bins
+    place = torch.arange(len(expert), device=expert.device) - starts[ordered]
+    place = torch.where(ordered < experts, place, -1)
+    return torch.empty_like(place).scatter_(0, pair, place).to(torch.int32).view(topk_idx.shape)
+
+
+def offsets(counts: torch.Tensor, tile: int) -> torch.Tensor:
+    """First row of every expert in its rank's buffer.
+
+    Args:
+        counts: [ranks, experts], row r the pairs that rank r sends. tile: what an expert's rows are padded to.
+
+    Returns:
+        int32 [ranks, experts / ranks + 1]; the last of a rank is its number of rows with paddings. An empty expert has none.
+    """
+    padded = (counts.sum(0, dtype=torch.int64) + tile - 1) // tile * tile
+    ends = padded.view(len(counts), -1).cumsum(1)
+    return torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
+
+
+def place(topk_idx: torch.Tensor, counts: torch.Tensor, me: int, tile: int) -> Placement:
+    """Where the pairs of rank `me` go.
+
+    Args:
+        topk_idx: [tokens, top_k]. counts: [ranks, experts], the counts of all ranks; row `me` is `count(topk_idx, experts)`.
+    """
+    ranks, experts = counts.shape
+    position = positions(topk_idx, experts)
+    masked = position < 0
+    expert = _expert(topk_idx, experts).clamp(max=experts - 1).view(topk_idx.shape)
+    first = offsets(counts, tile)[:, :-1].flatten() + counts[:me].sum(0, dtype=torch.int32)
+    rank = expert // (experts // ranks)
+    return Placement(position, torch.where(masked, -1, rank).to(torch.int32), torch.where(masked, -1, first[expert] + position))
+
+
+def invert(row: torch.Tensor, rows: int) -> torch.Tensor:
+    """int32 [rows]: the pair (token · top_k + pick) in each of a rank's rows, from `row` [tokens, top_k]; −1 where there is none."""
+    flat = row.flatten().long()
+    pair = torch.arange(len(flat), dtype=torch.int32, device=row.device)
+    inverse = torch.full((rows + 1,), -1, dtype=torch.int32, device=row.device)
+    return inverse.scatter_(0, torch.where(flat < 0, rows, flat), pair)[:rows]
+
+
+def check(topk_idx: torch.Tensor, experts: int) -> None:
+    """Refuse picks that the device would take for masked ones. Waits for the device.
+
+    Raises:
+        XStageError: not int32 or int64 of two dimensions, or a pick outside −1 … experts − 1.
+    """
+    if topk_idx.dim() != 2 or topk_idx.dtype not in (torch.int32, torch.int64):
+        raise XStageError(f"topk_idx: {topk_idx.dtype} {tuple(topk_idx.shape)} must be int32 or int64 [tokens, top_k]")
+    wrong = (topk_idx < -1) | (topk_idx >= experts)
+    if bool(wrong.any()):
+        raise XStageError(f"topk_idx: {int(topk_idx[wrong][0])} must lie in −1 … {experts - 1}")
+
+
+def draw(routing: Routing, seed: int = 0) -> torch.Tensor:
+    """int64 [tokens, top_k]: distinct picks per token whose counts are `routing.counts`, in an order that `seed` gives."""
+    generator = np.random.default_rng(seed)
+    order = generator.permutation(len(routing.counts))
+    # No expert has more pairs than there are tokens, so its run of pairs meets every token at most once.
+    pairs = np.repeat(order, routing.counts[order]).reshape(routing.top_k, routing.tokens).T
+    return torch.from_numpy(generator.permuted(generator.permutation(pairs), axis=1).astype(np.int64))
+
+
+def _expert(topk_idx: torch.Tensor, experts: int) -> torch.Tensor:
+    """int64 [pairs]: the expert, or `experts` where the pick is masked."""
+    flat = topk_idx.flatten().long()
+    return torch.where((flat >= 0) & (flat < experts), flat, experts)
