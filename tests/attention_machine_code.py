@@ -40,16 +40,11 @@ def stock(dtype: str, head_dim: int, queries_per_kv: int, causal: bool) -> Any:
     )  # fmt: skip
 
 
-def disassembler() -> str | None:
-    found = shutil.which("nvdisasm")
-    if found:
-        return found
-    try:
-        import triton
-    except ImportError:
-        return None
-    path = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    return str(path) if path.exists() else None
+def disassembler() -> str:
+    """The one on the path, else the one that triton ships."""
+    import triton
+
+    return shutil.which("nvdisasm") or str(Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm")
 
 
 def content(artifact: str | bytes) -> bytes:
@@ -58,9 +53,7 @@ def content(artifact: str | bytes) -> bytes:
     return raw if b"\0" in raw or b"\n" in raw else Path(raw.decode()).read_bytes()
 
 
-def disassembled(tool: str | None, cubin: bytes) -> str:
-    if tool is None:
-        return ""
+def disassembled(tool: str, cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -3,15 +3,12 @@
 One set of processes per world size runs all cases, because starting them costs seconds. Not covered: anything on a GPU.
 """
 
-import os
-import socket
-import traceback
 from typing import Any
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from xstage.attention import reference
 from xstage.attention.layout import SequenceLayout, head_shards
@@ -33,19 +30,6 @@ def layouts(world: int) -> list[SequenceLayout]:
 def inputs(sequence: int, heads: int, kv_heads: int, head_dim: int = 16, batch: int = 2, dtype: torch.dtype = torch.bfloat16) -> Any:
     generator = torch.Generator().manual_seed(sequence * 31 + heads)
     return [torch.randn(batch, sequence, h, head_dim, generator=generator).to(dtype) for h in (heads, kv_heads, kv_heads)]
-
-
-def body(rank: int, world: int, port: int, failures: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group("gloo", rank=rank, world_size=world)
-        cases(rank, world)
-        dist.barrier()
-        dist.destroy_process_group()
-    except BaseException:
-        failures.put(f"rank {rank}: {traceback.format_exc()}")
-        raise
 
 
 def mine(x: torch.Tensor, counts: tuple[int, ...], rank: int) -> torch.Tensor:
@@ -104,23 +88,7 @@ def cases(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_equal_one_process(world: int) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    context = mp.get_context("spawn")
-    failures = context.SimpleQueue()
-    workers = [context.Process(target=body, args=(rank, world, port, failures)) for rank in range(world)]
-    for w in workers:
-        w.start()
-    for w in workers:
-        w.join(90)
-    alive = [w for w in workers if w.is_alive()]
-    for w in alive:
-        w.kill()
-    message = "" if failures.empty() else failures.get()
-    assert not message, message
-    assert not alive
-    assert all(w.exitcode == 0 for w in workers)
+    ranks.run(cases, world, limit_s=90)
 
 
 @pytest.mark.parametrize("causal", [False, True])

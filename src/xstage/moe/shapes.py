@@ -8,7 +8,9 @@ Not covered: shared experts, and layers of one model that differ.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from xstage.errors import XStageError
 
@@ -41,6 +43,8 @@ class MoEShape:
             raise XStageError(f"top_k: {self.top_k} must lie in 1 … {self.experts}, the number of experts")
 
 
+S = TypeVar("S", bound=MoEShape)
+
 PAPER = (
     MoEShape("DiT-MoE", 5120, 1280, 64, 4, synthetic=True),
     MoEShape("Qwen3.5", 4096, 1024, 512, 10),
@@ -59,7 +63,16 @@ def shape(name: str) -> MoEShape:
     Raises:
         XStageError: no such shape.
     """
-    for known in SHAPES:
+    return by_name(name, SHAPES)
+
+
+def by_name(name: str, shapes: Sequence[S]) -> S:
+    """The one of `shapes` that is called `name`, any case.
+
+    Raises:
+        XStageError: none is.
+    """
+    for known in shapes:
         if known.name.lower() == name.lower():
             return known
-    raise XStageError(f"shape: {name!r} is unknown, known are {', '.join(s.name for s in SHAPES)}")
+    raise XStageError(f"shape: {name!r} is unknown, known are {', '.join(s.name for s in shapes)}")

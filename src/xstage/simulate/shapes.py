@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 
 from xstage.errors import XStageError
-from xstage.moe.shapes import PAPER, MoEShape
+from xstage.moe.shapes import PAPER, MoEShape, by_name
 from xstage.simulate import routing as routings
 from xstage.simulate.mega_moe import MoEWorkload
 
@@ -45,10 +45,7 @@ def shape(name: str) -> Shape:
     Raises:
         XStageError: no such shape.
     """
-    for known in SHAPES:
-        if known.name.lower() == name.lower():
-            return known
-    raise XStageError(f"shape: {name!r} is unknown, known are {', '.join(s.name for s in SHAPES)}")
+    return by_name(name, SHAPES)
 
 
 def moe_workload(
