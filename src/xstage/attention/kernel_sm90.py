@@ -9,8 +9,8 @@ What is changed of flash-attn-4's `FlashAttentionForwardSm90` (everything else, 
   shard may have any size and order, at no cost but one 8-byte load per thread and row, issued before the staging.
 * `load`: an idle warp brings what the epilogue will look up into the L1 cache.
 
-Kernels of one warp (`xstage.device.meeting`) stand around it on the stream. `Meeting(DONE)` follows: it tells every rank that this one is done, and
-waits for all of them. `Meeting(ENTERED)` goes before where a peer may still be reading what this call overwrites.
+Kernels of one warp (`xstage.device.meeting`) stand around it on the stream. `Meeting(DONE)` follows: it tells every rank that this one
+is done, and waits for all of them. `Meeting(ENTERED)` goes before where a peer may still be reading what this call overwrites.
 
 Signals inside the attention kernel were built and measured first (a persistent form, then an entry check by an idle warp). Both cost
 the compiler its schedule of the mainloop, 2 to 4% of the kernel; docs/attention.md has the figures.
