@@ -53,7 +53,7 @@ def test_closed_form_equals_counting(tiles: list[int], n_tiles: int) -> None:
         last = min(first + GROUP_UNITS, units)
         group = first, singles_before(first), last - first, singles_before(last) - singles_before(first)
         for n in range(0, n_tiles, 2 if single else 1):
-            index = place(n, unit, singles_before(unit), *group, n_tiles)
+            index = place(n, unit, singles_before(unit), group, n_tiles)
             assert index not in made
             made[index] = (encoded(m, n, 1), encoded(m, n + 1, 1)) if single else (encoded(m, n, 0), encoded(m + 1, n, 0))
     assert [made[i] for i in range(len(made))] == table

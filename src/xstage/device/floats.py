@@ -5,6 +5,8 @@ Values travel as the bits of float32 in Int32, because magnitudes compare as int
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -54,8 +56,8 @@ def e4m3_scale(largest: Int32) -> Int32:
     return cutlass.max(scale, Int32(_SMALLEST_SCALE))
 
 
-def e4m3x4(a: Int32, b: Int32, c: Int32, d: Int32, scale: Int32) -> Int32:
-    """Four values ÷ scale, each division rounded to nearest, as e4m3 bytes, `a` lowest. NaN stays NaN (0x7F)."""
+def e4m3x4(values: Sequence[Int32], scale: Int32) -> Int32:
+    """Four values ÷ scale, each division rounded to nearest, as e4m3 bytes, the first lowest. NaN stays NaN (0x7F)."""
     return cute.arch.inline_ptx(
         "{\n.reg .f32 a, b, c, d, s;\n.reg .b16 low, high;\n"
         "mov.b32 a, {$r0};\nmov.b32 b, {$r1};\nmov.b32 c, {$r2};\nmov.b32 d, {$r3};\nmov.b32 s, {$r4};\n"
@@ -63,5 +65,5 @@ def e4m3x4(a: Int32, b: Int32, c: Int32, d: Int32, scale: Int32) -> Int32:
         "cvt.rn.satfinite.e4m3x2.f32 low, b, a;\ncvt.rn.satfinite.e4m3x2.f32 high, d, c;\n"
         "mov.b32 {$w0}, {low, high};\n}",
         write_only_types=[Int32],
-        read_only_args=[a, b, c, d, scale],
+        read_only_args=[*values, scale],
     )

@@ -87,14 +87,13 @@ class Protocol:
         return refused
 
     @cute.jit
-    def meet(self, kind: cutlass.Constexpr[int], peer: Int32) -> Int32:
-        """Publish to `peer`, then wait for it; one thread per peer calls it. 1 if the wait failed, see `wait`."""
+    def say(self, kind: cutlass.Constexpr[int], peer: Int32) -> None:
+        """Publish to `peer` that this rank has come; one thread per peer calls it, and `wait` afterwards."""
         # A rank that refused stored nothing: peers must not take its rows for complete.
         what = self.call[SIGNATURE]
         if signals.load_relaxed_gpu(self.failed_address()) != 0:
             what = Int64(signals.GAVE_UP)
         self.publish(kind, peer, what)
-        return self.wait(kind, peer)
 
 
 class Meeting:
@@ -112,7 +111,8 @@ class Meeting:
         protocol = Protocol(self.world, control, call, words)
         lane = cute.arch.thread_idx()[0]
         if lane < self.world:
-            protocol.meet(self.kind, lane)
+            protocol.say(self.kind, lane)
+            protocol.wait(self.kind, lane)
         if const_expr(self.last):
             cute.arch.sync_warp()
             if lane == 0:

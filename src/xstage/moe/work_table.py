@@ -40,15 +40,14 @@ def entries(units: Any, singles: Any, n_tiles: int) -> Any:
     return (units - singles) * n_tiles + singles * (n_tiles // 2)
 
 
-def place(
-    n_tile: Any, unit: Any, singles: Any, group_first: Any, group_singles_first: Any, group_units: Any, group_singles: Any, n_tiles: int
-) -> Any:  # fmt: skip
+def place(n_tile: Any, unit: Any, singles: Any, group: tuple[Any, Any, Any, Any], n_tiles: int) -> Any:
     """Index of the entry of `unit` at `n_tile`.
 
     Args:
-        singles: single units before `unit`. group_first, group_singles_first: units, and single ones, before its group.
-        group_units, group_singles: units of its group, and single ones. n_tiles: column tiles, even.
+        singles: single units before `unit`. n_tiles: column tiles, even.
+        group: of the unit's group: units before it, single ones before it, its units, its single ones.
     """
+    group_first, group_singles_first, group_units, group_singles = group
     before = (n_tile + 1) // 2 * group_units + n_tile // 2 * (group_units - group_singles)  # at even n, at odd n
     here = unit - group_first - (n_tile & 1) * (singles - group_singles_first)
     return entries(group_first, group_singles_first, n_tiles) + before + here
