@@ -210,12 +210,13 @@ class Arrange(_Kernel):
             row_weight[first + thread], row_slot[first + thread] = as_float(weight), slot
 
         start = buffer + self.offset["activation_scales"] + Int64(first) * (self.scales * 4)
-        for i in cutlass.range_constexpr(TILE_ROWS * pieces // self.threads):
+        for i in cutlass.range_constexpr(-(-TILE_ROWS * pieces // self.threads)):
             index = i * self.threads + thread
-            row, piece = index // pieces, index % pieces
-            four = load_16_once(start + Int64(index) * 16)
-            for j in cutlass.range_constexpr(4):
-                turned[(piece * 4 + j) * pitch + row] = four[j]
+            if index < TILE_ROWS * pieces:
+                row, piece = index // pieces, index % pieces
+                four = load_16_once(start + Int64(index) * 16)
+                for j in cutlass.range_constexpr(4):
+                    turned[(piece * 4 + j) * pitch + row] = four[j]
         cute.arch.sync_threads()
         for i in cutlass.range_constexpr(TILE_ROWS * self.scales // self.threads):
             index = i * self.threads + thread
