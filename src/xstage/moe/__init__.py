@@ -1,1 +1,1 @@
-"""Parts of a mixture-of-experts layer over several ranks: shapes, quantisation, routing, layout, reference. No operator yet."""
+"""Parts of a mixture-of-experts layer over several ranks: shapes, quantisation, routing, layout, exchange, reference. No operator yet."""

@@ -291,9 +291,7 @@ def compiled_dispatch(layout: BufferLayout, wide: bool, quantized: bool) -> Any:
 @cache
 def compiled_arrange(layout: BufferLayout) -> Any:
     """`Arrange`; call it with the arguments of `Arrange.__call__`, without the stream."""
-    scales = cute.runtime.make_fake_tensor(
-        Float32, (layout.hidden // _BLOCK, cute.sym_int()), stride=(cute.sym_int64(), 1), assumed_align=16
-    )
+    scales = cute.runtime.make_fake_tensor(Float32, (layout.hidden // _BLOCK, layout.rows), stride=(layout.rows, 1), assumed_align=16)
     weights = cute.runtime.make_fake_tensor(Float32, (cute.sym_int(),), stride=(1,), assumed_align=16)
     return cute.compile(
         Arrange(layout), Int64(0), *fake_int32(2), scales, weights, *fake_words(3), _stream(), options="--enable-tvm-ffi"
