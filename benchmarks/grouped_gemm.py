@@ -55,7 +55,7 @@ def deep_gemm() -> Any:
     return package
 
 
-def measure(name: str, tokens: int, ranks: int, peer: Any, rounds: int) -> dict[str, Any]:
+def measure(name: str, tokens: int, ranks: int, peer: Any, rounds: int, group: int) -> dict[str, Any]:
     s = shape(name)
     experts = s.experts // ranks
     generator = torch.Generator().manual_seed(0)
@@ -64,7 +64,7 @@ def measure(name: str, tokens: int, ranks: int, peer: Any, rounds: int) -> dict[
     count = sum(tiles)
     rows = 128 * count
     expert = torch.tensor([e for e, n in enumerate(tiles) for _ in range(n)], dtype=torch.int32, device="cuda")
-    tables = [torch.tensor(work_table(tiles, n), dtype=torch.int32, device="cuda") for n in (2 * s.intermediate, s.hidden)]
+    tables = [torch.tensor(work_table(tiles, n, group), dtype=torch.int32, device="cuda") for n in (2 * s.intermediate, s.hidden)]
     totals = torch.tensor([len(tables[0]) // 2, len(tables[1]) // 2, count, rows], dtype=torch.int32, device="cuda")
     sizes = {"linear1": (s.hidden, 2 * s.intermediate), "linear2": (s.intermediate, s.hidden)}
     variants: dict[str, Callable[[], Any]] = {}
@@ -109,7 +109,8 @@ def measure(name: str, tokens: int, ranks: int, peer: Any, rounds: int) -> dict[
     flops |= {v: flops["linear2" if v in ("rows", "deep_gemm_linear2") else "linear1"] for v in times if v not in flops}
     ns = {variant: t.slowest_ns for variant, t in times.items()}
     row: dict[str, Any] = {
-        "shape": name, "rows": rows, "experts": experts, "agreement": agreement, "times": {v: t.to_json() for v, t in times.items()},
+        "shape": name, "group": group, "rows": rows, "experts": experts, "agreement": agreement,
+        "times": {v: t.to_json() for v, t in times.items()},
         "tflops": {v: round(flops[v] / t / 1e3, 1) for v, t in ns.items()},
         "derived": {"swiglu_over_plain": ns["swiglu"] / ns["linear1"], "rows_over_plain": ns["rows"] / ns["linear2"]},
     }  # fmt: skip
@@ -129,14 +130,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--groups", type=int, nargs="+", default=[8], help="units of row tiles that take turns before the next columns")
     options = parser.parse_args()
     peer = deep_gemm()
     file = timing.ResultFile(options.out, "grouped_gemm", settings=vars(options))
     for name in options.shapes:
-        row = measure(name, options.tokens, options.ranks, peer, options.rounds)
-        file.add(row)
-        print(name, row["rows"], row["tflops"], {k: round(v, 3) for k, v in row["derived"].items()}, file=sys.stderr, flush=True)
-        torch.cuda.empty_cache()
+        for group in options.groups:
+            row = measure(name, options.tokens, options.ranks, peer, options.rounds, group)
+            file.add(row)
+            derived = {k: round(v, 3) for k, v in row["derived"].items()}
+            print(name, group, row["rows"], row["tflops"], derived, file=sys.stderr, flush=True)
+            torch.cuda.empty_cache()
     file.finish()
 
 

@@ -132,10 +132,11 @@ def test_swiglu(k: int, n: int, clamp: float | None) -> None:
         grouped_gemm.swiglu(*arguments(p, True), weight, middle, scales, clamp)
         got = quantize.dequantize_activations(middle.view(torch.float8_e4m3fn)[:used], scales.T[:used], torch.float64)
         true = swiglu(exact(p, loads), clamp) * weight[:used, None].double()
-        torch_scales = quantize.quantize_activations(swiglu(exact(p, loads, torch.float32), clamp) * weight[:used, None])
-        plain = quantize.dequantize_activations(*torch_scales, torch.float64)
+        elements, torch_scales = quantize.quantize_activations(swiglu(exact(p, loads, torch.float32), clamp))
+        torch_scales = torch_scales * weight[:used, None]
+        plain = quantize.dequantize_activations(elements, torch_scales, torch.float64)
         assert relative(got, true) < 1.02 * relative(plain, true)
-        assert (scales.T[:used] / torch_scales[1] - 1).abs().max() < 1e-3
+        assert (scales.T[:used] / torch_scales - 1).abs().max() < 2e-3
         assert (middle[used:] == 0xFF).all()
         assert scales[:, used:].isnan().all()
 
@@ -151,10 +152,9 @@ def test_not_finite_stays_visible_and_alone() -> None:
     scales = torch.zeros(2, 256, device="cuda")
     grouped_gemm.swiglu(*arguments_, weight, middle, scales)
     value = quantize.dequantize_activations(middle.view(torch.float8_e4m3fn), scales.T.contiguous())[:128]
-    assert value[3].isnan().all()
+    assert not value[3].isfinite().any()
     assert value[5].isnan().all()
     assert (value[7] == 0).all()
-    assert scales[0, 7] == 2.0**-126
     assert value[[i for i in range(128) if i not in (3, 5)]].isfinite().all()
 
 

@@ -38,6 +38,11 @@ def minimum(a: Float32, b: Float32) -> Float32:
     return cute.arch.inline_ptx("min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
+def tanh(a: Float32) -> Float32:
+    """One instruction; relative error up to 2⁻¹¹."""
+    return cute.arch.inline_ptx("tanh.approx.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[a])
+
+
 def divide_up(a: Float32, b: Float32) -> Float32:
     """a / b, rounded up."""
     return cute.arch.inline_ptx("div.rp.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])

@@ -6,8 +6,10 @@ pieces of 16 bytes; the pieces of a row are swapped by its number (the 128-byte 
 common bank.
 
 * `Plain`: bf16 [rows, N], stored by the copy engine.
-* `SwigluFp8`: silu(gate) · up · routing weight, in fp8 with a scale per row and 128 columns. N holds gate and up as
-  `quantize.interleave_gate_up` mixes them: 256 columns are the gate and up of 128 outputs, and a thread has four outputs in a row.
+* `SwigluFp8`: silu(gate) · up · routing weight, in fp8 with a scale per row and 128 columns; the weight is a factor of the scale. N
+  holds gate and up as `quantize.interleave_gate_up` mixes them: 256 columns are the gate and up of 128 outputs, and a thread has four
+  outputs in a row. silu(g) = h + h · tanh(h) with h = g / 2: one special-function instruction instead of two, and its error of 2⁻¹¹ is far
+  below fp8's.
 * `RowsToSlots`: bf16 rows, each to the address in a table, local or a peer's, by 16-byte stores of the math warps. A warp stages and
   stores its own 16 rows, and waits for nobody.
 
@@ -26,7 +28,6 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from xstage.device import registers
 from xstage.device.stores import prefetch_l1, store_16
 
-LOG2_E = 1.4426950408889634
 E4M3_MAX, SMALLEST_SCALE = 448.0, 2.0**-126
 
 
@@ -149,12 +150,11 @@ class SwigluFp8(Epilogue):
     @cute.jit
     def half(self, i: cutlass.Constexpr[int], first: cute.Tensor, second: cute.Tensor, m: Int32, n: Int32) -> None:
         sums = second if const_expr(i == 1) else first
-        weights = [self.outputs[4][self._row(m, r)] for r in range(2)]
         for r in cutlass.range_constexpr(2):
             for j in cutlass.range_constexpr(0, 16, 2):
                 for e in cutlass.range_constexpr(2):
                     # The result takes the gate's place.
-                    sums[((e, r, j), 0, 0)] = self._swiglu(sums[((e, r, j), 0, 0)], sums[((e, r, j + 1), 0, 0)]) * weights[r]
+                    sums[((e, r, j), 0, 0)] = self._swiglu(sums[((e, r, j), 0, 0)], sums[((e, r, j + 1), 0, 0)])
         if const_expr(i == 1):
             self._finish(first, second, m, n)
             first.fill(0.0)
@@ -172,6 +172,7 @@ class SwigluFp8(Epilogue):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         self._meet()
         quarter = self.lane % 4
+        weights = [self.outputs[4][self._row(m, r)] for r in range(2)]
         for r in cutlass.range_constexpr(2):
             largest = Float32(0.0)
             for sums in (first, second):
@@ -200,7 +201,7 @@ class SwigluFp8(Epilogue):
                         self.base + self.group * 8192 + row * 128 + piece * 16 + quarter * 4, registers.e4m3_quad(*values)
                     )
             if quarter == 0:
-                self.outputs[3][n, self._row(m, r)] = scale
+                self.outputs[3][n, self._row(m, r)] = scale * weights[r]
         cute.arch.fence_view_async_shared()
         self._meet()
         if self.leads:
@@ -213,7 +214,8 @@ class SwigluFp8(Epilogue):
             limit = Float32(self.clamp)
             gate = registers.minimum(gate, limit)
             up = registers.maximum(registers.minimum(up, limit), -limit)
-        return gate * up * cute.arch.rcp_approx(1.0 + cute.math.exp2(gate * -LOG2_E, fastmath=True))
+        half = gate * 0.5
+        return (half * registers.tanh(half) + half) * up
 
     def _row(self, m: Int32, r: int) -> Int32:
         return m * 128 + self.group * 64 + self.row + self.lane // 4 + 8 * r

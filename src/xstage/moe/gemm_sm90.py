@@ -27,10 +27,11 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils as utils
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
 
 TILE_M, TILE_N, TILE_K = 128, 256, 128
 CLUSTER = 2
@@ -65,7 +66,7 @@ class GroupedGemm:
         stages = self.stages
         a8 = cute.make_tensor(cute.recast_ptr(a.iterator, dtype=Float8E4M3FN), a.layout)
         w8 = cute.make_tensor(cute.recast_ptr(weight.iterator, dtype=Float8E4M3FN), weight.layout)
-        k_major = utils.LayoutEnum.ROW_MAJOR.sm90_mma_major_mode()
+        k_major = LayoutEnum.ROW_MAJOR.sm90_mma_major_mode()
         # Two objects: one starts a sum, one goes on with it (a field set at run time does not survive a dynamic loop).
         start, go_on = (
             sm90.make_trivial_tiled_mma(Float8E4M3FN, Float8E4M3FN, k_major, k_major, Float32, (2, 1, 1), tiler_mn=(64, 128))
@@ -111,7 +112,7 @@ class GroupedGemm:
         block = cute.arch.block_idx()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         member = cute.arch.make_warp_uniform(block % CLUSTER)
-        shared = utils.SmemAllocator().allocate(self.shared)
+        shared = SmemAllocator().allocate(self.shared)
         full = shared.barriers.data_ptr()
         empty = full + self.stages
         if warp == 0:
@@ -190,10 +191,17 @@ class GroupedGemm:
         both = cutlass.Int16(3)
         stage, phase = Int32(0), Int32(0)
         k_blocks, n_blocks = depth // TILE_K, columns // 128
-        while entry < count:
+        # What a tile needs to begin is looked up a tile ahead, the entry two: a look-up would leave the ring to run dry.
+        mine, following = Int32(0), Int32(0)
+        expert = Int32(0)
+        if entry < count:
             mine = work[entry * 2 + member]
+            following = work[cutlass.min(entry + step, count - 1) * 2 + member]
+            expert = tile_expert[mine >> ROW_SHIFT]
+        while entry < count:
             m, n = mine >> ROW_SHIFT, (mine >> 1) & COLUMN_MASK
-            expert = tile_expert[m]
+            next_expert = tile_expert[following >> ROW_SHIFT]
+            after_next = work[cutlass.min(entry + 2 * step, count - 1) * 2 + member]
             w_block = expert * n_blocks + n * 2
             w_scale = expert * k_blocks * n_blocks + n // 2 * 4  # 16 bytes: the scales of this tile and of its neighbour
             for k in cutlass.range(k_blocks, unroll=1):
@@ -226,6 +234,7 @@ class GroupedGemm:
                     stage = Int32(0)
                     phase ^= 1
             entry += step
+            mine, following, expert = following, after_next, next_expert
 
     @cute.jit
     def _round(
