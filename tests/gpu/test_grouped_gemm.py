@@ -2,8 +2,8 @@
 
     python tests/gpu/test_grouped_gemm.py          # the same without pytest
 
-Covered: the three epilogues, stages 4, 3 and 2, one to many experts, empty experts, odd numbers of row tiles, padding rows, a clamp, values
-that are not finite, no work at all, the same bits twice. Not covered: speed (`xstage bench moe-layer`).
+Covered: the three epilogues, rounds of 4 and 2 stages, one to many experts, empty experts, odd numbers of row tiles, padding rows, a clamp,
+values that are not finite, no work at all, the same bits twice. Not covered: speed (`xstage bench moe-layer`).
 """
 
 import random

@@ -128,7 +128,6 @@ class SwigluFp8(Epilogue):
     clamp: gate is bounded above and up on both sides by it; None: neither.
     """
 
-    staging_bytes = 16 * 1024
     alternating = True
 
     def __init__(self, clamp: float | None = None) -> None:
@@ -137,7 +136,7 @@ class SwigluFp8(Epilogue):
     def descriptors(self, outputs: Any) -> Any:
         middle, scales, weight = outputs
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Uint8)
-        return (*_descriptor(cute.tile_to_shape(atom, (64, 128, 2), (0, 1, 2)), middle, (64, 128)), scales, weight)
+        return (*_descriptor(cute.tile_to_shape(atom, (64, 128, 4), (0, 1, 2)), middle, (64, 128)), scales, weight)
 
     def begin(self, staging: Any, thread: Int32, outputs: Any) -> None:
         Epilogue.begin(self, staging, thread, outputs)
@@ -164,6 +163,13 @@ class SwigluFp8(Epilogue):
     def end(self) -> None:
         if self.leads:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def drain(self) -> None:
+        """Until what this warpgroup stored is in memory, elements and scales, as the leading warp sees it."""
+        if self.leads:
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+        self._meet()
 
     @cute.jit
     def _finish(self, first: cute.Tensor, second: cute.Tensor, m: Int32, n: Int32) -> None:
@@ -198,14 +204,14 @@ class SwigluFp8(Epilogue):
                     values = [sums[((e, r, 4 * t + 2 * s), 0, 0)] * inverse for s in range(2) for e in range(2)]
                     piece = (4 * half + t) ^ (row % 8)
                     registers.store_shared_32(
-                        self.base + self.group * 8192 + row * 128 + piece * 16 + quarter * 4, registers.e4m3_quad(*values)
+                        self.base + self.group * 16384 + row * 128 + piece * 16 + quarter * 4, registers.e4m3_quad(*values)
                     )
             if quarter == 0:
                 self.outputs[3][n, self._row(m, r)] = scale * weights[r]
         cute.arch.fence_view_async_shared()
         self._meet()
         if self.leads:
-            cute.copy(self.outputs[0], self.source[(None, self.group)], self.target[(None, m * 2 + self.group, n)])
+            cute.copy(self.outputs[0], self.source[(None, self.group * 2)], self.target[(None, m * 2 + self.group, n)])
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
@@ -231,16 +237,18 @@ class RowsToSlots(Epilogue):
     @cute.jit
     def half(self, i: cutlass.Constexpr[int], first: cute.Tensor, second: cute.Tensor, m: Int32, n: Int32) -> None:
         sums = second if const_expr(i == 1) else first
-        rows = [self.row + 2 * k + self.lane // 16 for k in range(8)]
-        slots = [self.outputs[m * 128 + self.group * 64 + row] for row in rows]
         self._stage_bf16(sums)
         sums.fill(0.0)
         cute.arch.sync_warp()
-        column = self.lane % 16
-        for k in cutlass.range_constexpr(8):
-            words = registers.load_shared_16(self._piece(rows[k], column))
-            if slots[k] != 0:
-                store_16(slots[k] + Int64(n * 512 + i * 256 + column * 16), *words)
+        column, start = self.lane % 16, self.row + self.lane // 16
+        offset = Int64(n * 512 + i * 256 + column * 16)
+        for batch in cutlass.range_constexpr(2):
+            rows = [start + 2 * (4 * batch + k) for k in range(4)]
+            slots = [self.outputs[m * 128 + self.group * 64 + row] for row in rows]
+            for k in cutlass.range_constexpr(4):
+                words = registers.load_shared_16(self._piece(rows[k], column))
+                if slots[k] != 0:
+                    store_16(slots[k] + offset, *words)
         cute.arch.sync_warp()  # the next half overwrites what was read here
 
 
