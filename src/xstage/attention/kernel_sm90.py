@@ -252,6 +252,7 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
     @cute.jit
     def _warm(self, tables: Tables, lane: Int32, sequence: Int32) -> None:
         """Bring what the epilogue will look up into the L1 cache: by then the stores of the other CTAs fill the way to memory."""
+        prefetch_l1(tables.control.iterator.toint() + 8 * FAILED)
         block, _, batch = unpacked(tables.tiles[cute.arch.block_idx()[0]])
         for i in cutlass.range_constexpr(self.tile_m // 32):
             row = cutlass.min(block * self.tile_m + i * 32 + lane, sequence - 1)
@@ -281,12 +282,12 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
         tOcO = gmem_thr_copy_O.partition_S(positions)
         rows = cute.size(tOcO.shape[1])
         first_row = m_block * self.tile_m
-        # Addresses of this thread's rows; 0 stands for "no store". Loaded first: their latency passes under the staging.
+        # Addresses of this thread's rows; 0 stands for "no store". Loaded first: their latency passes under the staging. So does that
+        # of `failed` (a meeting before this kernel gave up), on which nothing depends but the stores.
         address = cute.make_rmem_tensor((rows,), Int64)
         address.fill(0)
         end = seqlen.seqlen_q
-        if self._tables.control[FAILED] != 0:  # a meeting before this kernel gave up
-            end = Int32(0)
+        failed = self._tables.control[FAILED]
         for i in cutlass.range_constexpr(rows):
             row = first_row + tOcO[0, i, 0][0]
             if row < end:
@@ -306,13 +307,15 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
 
         head_offset = Int64(head_idx) * (self.tile_hdimv * self.dtype.width // 8)
         for i in cutlass.range_constexpr(rows):
-            if address[i] != 0:
+            if (address[i] != 0) & (failed == 0):
                 pointer = cute.make_ptr(self.dtype, address[i] + head_offset, cute.AddressSpace.gmem, assumed_align=16)
                 pieces = cute.tiled_divide(cute.make_tensor(pointer, (self.tile_hdimv,)), (128 // self.dtype.width,))
                 for j in cutlass.range_constexpr(cute.size(tOrO.shape[2])):
                     piece = tOcO[0, 0, j][1] // (128 // self.dtype.width)
                     cute.autovec_copy(tOrO[None, i, j], pieces[None, piece])
         if const_expr(self.with_lse):
+            if failed != 0:
+                end = Int32(0)
             self._store_lse(lse, positions, end, tiled_mma, tidx, first_row, head_idx, batch_idx)
 
     @cute.jit
