@@ -2,7 +2,7 @@
 
 Run by `test_attention_kernel.py` in a process of its own, because the target is read from the environment when the compiler is loaded.
 Arguments: configurations `fused,dtype,head_dim,queries_per_kv,causal,with_lse,lookup`; `stock,…` is flash-attn-4's own kernel,
-`meeting,world,kind` the kernels around it.
+`meeting,world,kind,ahead` the kernels around it.
 """
 
 import json

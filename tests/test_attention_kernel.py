@@ -25,7 +25,7 @@ CONFIGURATIONS = [
     for name in ("bfloat16,128,1,0,0", "bfloat16,128,4,1,1", "float16,64,1,0,1", "bfloat16,96,1,1,0", "float16,256,2,0,1")
     for lookup in LOOKUPS
 ]
-MEETINGS = ["meeting,2,0", "meeting,2,1", "meeting,8,1"]
+MEETINGS = ["meeting,2,0,0", "meeting,2,1,0", "meeting,8,1,0", "meeting,2,1,1"]
 STOCK = "stock,bfloat16,128,1,0"
 
 
@@ -84,6 +84,12 @@ def test_a_meeting_releases_then_acquires(code: dict[str, dict[str, str]], name:
     ptx = code[name]["ptx"]
     assert ptx.count("st.release.sys.global.b64") == 1
     assert ptx.index("ld.acquire.sys.global.b64") > ptx.index("st.release.sys.global.b64")
+    # Launched ahead, it first waits for the kernel before it, whose stores it then vouches for.
+    if name.endswith(",1"):
+        assert -1 < ptx.find("griddepcontrol.wait") < ptx.index("st.release.sys.global.b64")
+        assert not re.search(r"\b(?:ld|st)\.", ptx[ptx.index("{") : ptx.index("griddepcontrol.wait")].replace("ld.param", ""))
+    else:
+        assert "griddepcontrol" not in ptx
     assert "ld.local" not in ptx
 
 

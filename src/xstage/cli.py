@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     v.add_argument("--out", help="attention: result file to write")
     v.add_argument("--shapes", default="rows", help="attention: rows (heads × sequences) or dit (diffusion transformers); default rows")
     v.add_argument(
-        "--groups", nargs="+", help="attention: groups of variants, from residual, baseline, lookup, order, dit (default: by shapes)"
+        "--groups", nargs="+", help="attention: groups of variants, from residual, baseline, forms, order, dit (default: by shapes)"
     )
     v.add_argument("--heads", type=int, nargs="+", default=[4, 12], help="attention: heads per rank (default 4 12)")
     v.add_argument("--sequences", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536], help="attention: whole sequences")

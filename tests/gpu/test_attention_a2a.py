@@ -186,14 +186,16 @@ def random_shapes(options: argparse.Namespace) -> None:
 
 def replay(options: argparse.Namespace) -> None:
     from xstage.attention.layout import SequenceLayout
-    from xstage.attention.op import AttentionA2A
+    from xstage.attention.op import AttentionA2A, Variant
 
     sequence, heads, pool = 1000, 2, 8
     layout = SequenceLayout.even(sequence, WORLD)
     inputs = [tensors(1, sequence, heads, heads, 128, torch.bfloat16, 10 + i) for i in range(pool)]
     wanted = [expected(*x, (heads,) * WORLD, layout, False)[0] for x in inputs]
-    for buffers in (2, 1):
-        with AttentionA2A(max_sequence=sequence, heads=heads * WORLD, head_dim=128, buffers=buffers, fallback="error") as attend:
+    for buffers, last in ((2, "after"), (1, "after"), (2, "ahead"), (1, "ahead")):
+        with AttentionA2A(
+            max_sequence=sequence, heads=heads * WORLD, head_dim=128, buffers=buffers, variant=Variant(last=last), fallback="error"
+        ) as attend:
             first, second = ([t.clone() for t in inputs[0]] for _ in range(2))
             wrong = torch.zeros(1, dtype=torch.int64, device="cuda")
             want = [wanted[0].clone(), wanted[0].clone()]
@@ -223,10 +225,10 @@ def replay(options: argparse.Namespace) -> None:
                 graph.replay()
             torch.cuda.synchronize()
             attend.check()
-            assert everywhere(int(wrong) == 0), f"{int(wrong)} wrong outputs with {buffers} buffer(s)"
+            assert everywhere(int(wrong) == 0), f"{int(wrong)} wrong outputs with {buffers} buffer(s), last meeting {last}"
             del graph
             settle()
-    say(f"  {2 * options.replays} calls in replays, all bitwise right")
+    say(f"  {4 * options.replays} calls in replays, all bitwise right")
 
 
 def delay(options: argparse.Namespace) -> None:
@@ -261,12 +263,13 @@ def delay(options: argparse.Namespace) -> None:
         return wrong
 
     with AttentionA2A(max_sequence=sequence, heads=heads * WORLD, head_dim=128, buffers=1, fallback="error") as attend:
-        for variant in (Variant(), Variant(finish="none")):
+        for variant in (Variant(), Variant(last="ahead"), Variant(finish="none")):
             attend(*inputs[0], variant=variant)
         settle()
-        wrong = rounds(attend, Variant(), 20)
-        attend.check()
-        assert everywhere(wrong == 0), f"{wrong} outputs overwritten or incomplete under delay"
+        for variant in (Variant(), Variant(last="ahead")):
+            wrong = rounds(attend, variant, 20)
+            attend.check()
+            assert everywhere(wrong == 0), f"{wrong} outputs overwritten or incomplete under delay, {variant}"
         unguarded = rounds(attend, Variant(finish="none"), 2 * WORLD)
         assert everywhere(unguarded > 0), "without the entry check nothing was overwritten: the delay is too short to prove anything"
         settle()

@@ -186,17 +186,23 @@ class Protocol:
 
 
 class Meeting:
-    """One warp: publish `kind` to every rank, then wait for every rank's. After `DONE` it advances the generation."""
+    """One warp: publish `kind` to every rank, then wait for every rank's. After `DONE` it advances the generation.
 
-    def __init__(self, world: int, kind: int):
-        self.world, self.kind = world, kind
+    With `ahead` it is launched while the kernel before it on the stream still runs (programmatic dependent launch), and waits for that
+    kernel's end and for its stores, as kernel order would have it, before it does anything.
+    """
+
+    def __init__(self, world: int, kind: int, ahead: bool = False):
+        self.world, self.kind, self.ahead = world, kind, ahead
 
     @cute.jit
     def __call__(self, control: cute.Tensor, call: cute.Tensor, words: cute.Tensor, stream: cuda.CUstream) -> None:
-        self.kernel(control, call, words).launch(grid=(1, 1, 1), block=[32, 1, 1], stream=stream)
+        self.kernel(control, call, words).launch(grid=(1, 1, 1), block=[32, 1, 1], stream=stream, use_pdl=self.ahead)
 
     @cute.kernel
     def kernel(self, control: cute.Tensor, call: cute.Tensor, words: cute.Tensor):
+        if const_expr(self.ahead):
+            cute.arch.griddepcontrol_wait()
         protocol = Protocol(self.world, control, call, words)
         lane = cute.arch.thread_idx()[0]
         if lane < self.world:
@@ -293,6 +299,8 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
         cute.arch.barrier_arrive(
             barrier_id=int(NamedBarrierFwd.Epilogue), number_of_threads=self.num_epilogue_threads + cute.arch.WARP_SIZE
         )
+        # Once every CTA is here, none is left to be placed: a meeting that goes ahead takes nobody's place.
+        cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def _warm(self, tables: Tables, lane: Int32, sequence: Int32) -> None:
@@ -429,10 +437,10 @@ def compiled(
 
 
 @cache
-def compiled_meeting(world: int, kind: int) -> Any:
+def compiled_meeting(world: int, kind: int, ahead: bool = False) -> Any:
     """A meeting of `world` ranks; call it with (control, call, signals), it runs on torch's current stream."""
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(Meeting(world, kind), *_words(3), stream, options="--enable-tvm-ffi")
+    return cute.compile(Meeting(world, kind, ahead), *_words(3), stream, options="--enable-tvm-ffi")
 
 
 def launch(

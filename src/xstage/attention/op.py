@@ -45,6 +45,7 @@ from xstage.symmetric import Agreement, SymmetricBuffer, Watch, ranks_of
 FALLBACKS = ("serial", "error")
 STORES = ("owner", "local", "remote")
 LOOKUPS = ("warp", "thread")
+LAST_LAUNCHES = ("after", "ahead")
 HEAD_DIMS = (64, 96, 128, 256)
 _SIGNAL_BYTES = 4 * KiB
 _L2_BYTES = 50 * 1024 * KiB  # what FA4 assumes for keys and values, causal order
@@ -66,6 +67,7 @@ class Variant:
         finish: `wait` (the call ends when the output is complete), `none` (the attention kernel alone, no meeting before
             or after: sender-visible time).
         lookup: who looks up where a tile's rows go: an idle `warp` while the tile is computed, or each `thread` that stores, for itself.
+        last: the meeting that ends a call is launched `after` the attention kernel, or `ahead` of its end, which it then awaits itself.
     """
 
     order: str = "auto"
@@ -73,6 +75,7 @@ class Variant:
     entry: str = "auto"
     finish: str = "wait"
     lookup: str = "warp"
+    last: str = "after"
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -81,6 +84,7 @@ class Variant:
             ("entry", self.entry, ("auto", "always")),
             ("finish", self.finish, ("wait", "none")),
             ("lookup", self.lookup, LOOKUPS),
+            ("last", self.last, LAST_LAUNCHES),
         ):
             if value not in known:
                 raise XStageError(f"{name}: {value!r} is not one of {', '.join(known)}")
@@ -390,7 +394,7 @@ class AttentionA2A:
             kernel_sm90.compiled_meeting(self.world, kernel_sm90.ENTERED)(*meeting)
         kernel_sm90.launch(kernel, q, k, v, scale, tables)
         if variant.finish == "wait":
-            kernel_sm90.compiled_meeting(self.world, kernel_sm90.DONE)(*meeting)
+            kernel_sm90.compiled_meeting(self.world, kernel_sm90.DONE, variant.last == "ahead")(*meeting)
         return plan.outs[turn], plan.lses[turn].transpose(1, 2) if call.return_lse else None
 
     def _must_meet(self, variant: Variant) -> bool:

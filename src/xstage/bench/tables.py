@@ -191,20 +191,21 @@ def _attention_table(results: Path) -> str:
     return grid(head, rows) + "\n\n" + said
 
 
-def _attention_lookup_table(results: Path) -> str:
-    path = results / "h200x2" / "attention-lookup.json"
+def _attention_forms_table(results: Path) -> str:
+    path = results / "h200x2" / "attention-forms.json"
     if not path.exists():
         return "Not measured yet."
     rows = []
     for r in _read(path)["rows"]:
-        times, d = r["groups"]["lookup"], r["derived"]
+        times, d = r["groups"]["forms"], r["derived"]
         cells = [f"{times[n]['slowest_ns'] / 1e3:.1f}" for n in ("fa4", "local", "stores", "local_thread", "stores_thread")]
-        shares = [f"{d[f'kernel_{who}_over_fa4_ns'] / times['fa4']['slowest_ns']:.2%}" for who in ("warp", "thread")]
         residuals = [f"{d[f'residual_{who}_ns'] / 1e3:.1f}" for who in ("warp", "thread")]
-        rows.append([f"{r['heads']}, {r['sequence']:,}", *cells, *residuals, *shares])
+        shares = [f"{d[f'kernel_{who}_over_fa4_ns'] / times['fa4']['slowest_ns']:.2%}" for who in ("warp", "thread")]
+        ready = [f"{d[f'readiness_{when}_ns'] / 1e3:.1f}" for when in ("after", "ahead")]
+        rows.append([f"{r['heads']}, {r['sequence']:,}", *cells, *residuals, *shares, *ready])
     head = ["H, M", "FA4 alone", "warp, local", "warp", "thread, local", "thread", "E_res, warp", "E_res, thread", "local over FA4, warp",
-            "local over FA4, thread"]  # fmt: skip
-    return grid(head, rows) + "\n\nµs per call, slowest rank, medians; `results/h200x2/attention-lookup.json`."
+            "local over FA4, thread", "readiness, after", "readiness, ahead"]  # fmt: skip
+    return grid(head, rows) + "\n\nµs per call, slowest rank, medians; `results/h200x2/attention-forms.json`."
 
 
 def _attention_models_table(results: Path) -> str:
@@ -264,7 +265,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "comparison": _comparison_table,
     "attention": _attention_table,
     "attention-orders": _attention_orders_table,
-    "attention-lookup": _attention_lookup_table,
+    "attention-forms": _attention_forms_table,
     "attention-models": _attention_models_table,
     "attention-designs": _attention_designs_table,
     **SIMULATED,
