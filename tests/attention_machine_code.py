@@ -1,8 +1,8 @@
 """Compiles the attention kernels of one or more configurations without a GPU and prints their PTX and machine code as JSON.
 
 Run by `test_attention_kernel.py` in a process of its own, because the target is read from the environment when the compiler is loaded.
-Arguments: configurations `dtype,head_dim,queries_per_kv,causal,with_lse`; `stock,…` is flash-attn-4's own kernel,
-`meeting,world,kind` the kernels around it.
+Arguments: configurations `fused,dtype,head_dim,queries_per_kv,causal,with_lse,lookup`; `stock,…` is flash-attn-4's own kernel,
+`meeting,world,kind,ahead` the kernels around it.
 """
 
 import json
@@ -42,13 +42,13 @@ def main() -> None:
     out = {}
     for name in sys.argv[1:]:
         if name.startswith("meeting"):
-            world, kind = (int(word) for word in name.split(",")[1:])
-            kernel = compiled_meeting(world, kind, kind == kernel_sm90.DONE)
+            world, kind, ahead = (int(word) for word in name.split(",")[1:])
+            kernel = compiled_meeting(world, kind, kind == kernel_sm90.DONE, bool(ahead))
             out[name] = machine_code.of(kernel)
             continue
         kind, dtype, head_dim, group, causal, *rest = name.split(",")
         options = (dtype, int(head_dim), int(group), causal == "1")
-        kernel = stock(*options) if kind == "stock" else kernel_sm90.compiled(*options, rest[0] == "1")
+        kernel = stock(*options) if kind == "stock" else kernel_sm90.compiled(*options, rest[0] == "1", rest[1])
         out[name] = machine_code.of(kernel)
     print(json.dumps(out))
 

@@ -44,7 +44,28 @@ def test_result_file_is_complete_after_every_row(tmp_path: Path) -> None:
         ResultFile(tmp_path, "attention")
 
 
+def test_an_unfinished_result_file_is_continued(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    ResultFile(path, "attention", settings={"groups": ("a", "b")}).add({"name": "one"})
+    again = ResultFile(path, "attention", settings={"groups": ("a", "b")})
+    assert again.content["rows"] == [{"name": "one"}]
+    assert json.loads(path.read_text())["rows"] == [{"name": "one"}]
+    other = ResultFile(path, "attention", settings={"groups": ("a",)})
+    assert other.content["rows"] == []
+    other.add({"name": "two"})
+    other.finish()
+    assert ResultFile(path, "attention", settings={"groups": ("a",)}).content["rows"] == []
+
+
+def test_a_row_of_long_calls_has_fewer_rounds() -> None:
+    assert study.rounds_for(50e3, 20, 23, 9, 0.04) == 9
+    assert 5 < study.rounds_for(38e6, 1, 18, 9, 0.04) < 9
+    assert study.rounds_for(500e6, 1, 8, 9, 0.04) == study.LEAST_ROUNDS
+    assert study.rounds_for(500e6, 1, 8, 3, 0.04) == 3
+
+
 def test_launches_stay_few() -> None:
+    assert launches_for(38e6, least=1) == 1
     assert launches_for(50e3) == 20
     assert launches_for(1e6) == 4
     assert launches_for(30e6) == 2
@@ -62,6 +83,15 @@ def test_derived_answers() -> None:
         "residual_ns": 20, "residual_over_fa4_ns": 30, "readiness_ns": 10, "kernel_over_fa4_ns": 10, "residual_share": 0.02,
         "speedup_paper_baseline": round(1600 / 1050, 4), "speedup_strongest": round(1100 / 1050, 4),
     }  # fmt: skip
+    # One group that holds everything answers the same questions.
+    everything = study.derived({"dit": {**residual, "nccl_graph": at(1300), "push_graph": at(1200), "push_cudnn": at(1144)}})
+    assert everything["residual_ns"] == answers["residual_ns"]
+    assert everything["speedup_strongest"] == 1.1
+    looked_up = study.derived({"forms": {**residual, "fused_ahead": at(1038), "local_thread": at(1011), "stores_thread": at(1033)}})
+    assert (looked_up["residual_warp_ns"], looked_up["residual_thread_ns"]) == (20, 22)
+    assert (looked_up["readiness_after_ns"], looked_up["readiness_ahead_ns"]) == (10, 8)
+    assert (looked_up["kernel_warp_over_fa4_ns"], looked_up["kernel_thread_over_fa4_ns"]) == (10, 11)
+
     rows = [{"heads": 4, "sequence": 8192, "derived": answers}, {"heads": 12, "sequence": 32768, "derived": {"residual_share": 0.01}}]
     figures = {key: entry["value"] for key, entry in study.headline(rows).items()}
     assert figures == {
@@ -69,6 +99,8 @@ def test_derived_answers() -> None:
         "attention.speedup_strongest.H4_M8192": answers["speedup_strongest"],
         "attention.speedup_paper_baseline.H4_M8192": answers["speedup_paper_baseline"],
     }  # fmt: skip
+    model = {"shapes": "dit", "name": "FLUX.1 1024²", "heads": 4, "sequence": 4608, "derived": everything}
+    assert study.headline([model]) == {"attention.dit.speedup_strongest.flux_1_1024": {"value": 1.1, "unit": "ratio"}}
 
 
 def test_prediction_is_stalls_plus_the_last_drain() -> None:
@@ -98,3 +130,5 @@ def test_study_refuses_a_machine_without_peers(tmp_path: Path) -> None:
         study.run(str(tmp_path / "r.json"))
     with pytest.raises(XStageError, match="groups"):
         study.run(str(tmp_path / "r.json"), groups=["fastest"])
+    with pytest.raises(XStageError, match="shapes"):
+        study.run(str(tmp_path / "r.json"), shapes="llm")

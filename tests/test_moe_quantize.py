@@ -141,13 +141,17 @@ def test_weights(shape: tuple[int, ...]) -> None:
     assert torch.equal(back[finite], (q.double() * s)[finite])
 
 
-def test_interleave_is_a_permutation_by_eight() -> None:
+def test_interleave_gives_a_thread_gate_and_up_of_four_outputs() -> None:
     rows = torch.arange(2 * 64)[:, None].expand(-1, 3)
-    mixed = qz.interleave_gate_up(rows)
-    expected = [half * 64 + group * 8 + i for group in range(8) for half in range(2) for i in range(8)]
-    assert mixed[:, 0].tolist() == expected
-    assert torch.equal(qz.separate_gate_up(mixed), rows)
-    w = torch.randn(2, 48, 5)
+    mixed = qz.interleave_gate_up(rows)[:, 0].view(-1, 4, 4, 2)  # [of 32 rows, column block of 8, thread of four, two columns]
+    for group in range(4):
+        for thread in range(4):
+            held = mixed[group, :, thread]  # gate, up, gate, up
+            outputs = [group * 16 + 4 * thread + i for i in range(4)]
+            assert held[0::2].flatten().tolist() == outputs
+            assert held[1::2].flatten().tolist() == [64 + output for output in outputs]
+    assert torch.equal(qz.separate_gate_up(qz.interleave_gate_up(rows)), rows)
+    w = torch.randn(2, 96, 5)
     assert torch.equal(qz.separate_gate_up(qz.interleave_gate_up(w)), w)
     assert torch.equal(qz.interleave_gate_up(qz.separate_gate_up(w)), w)
 
@@ -159,7 +163,7 @@ def test_refusals() -> None:
         qz.quantize_weights(torch.zeros(100, 128))
     with pytest.raises(XStageError, match="float64"):
         qz.quantize_activations(torch.zeros(2, 128, dtype=torch.float64))
-    with pytest.raises(XStageError, match="multiple of 16"):
+    with pytest.raises(XStageError, match="multiple of 32"):
         qz.interleave_gate_up(torch.zeros(24, 4))
 
 

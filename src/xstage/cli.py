@@ -94,6 +94,10 @@ def _parser() -> argparse.ArgumentParser:
     v = verb("bench", _bench, "Benchmarks (start them with torchrun), and the numbers that README and docs take from result files.")
     v.add_argument("what", choices=("attention", "docs"), help="docs: write results/headline.json and the generated tables anew")
     v.add_argument("--out", help="attention: result file to write")
+    v.add_argument("--shapes", default="rows", help="attention: rows (heads × sequences) or dit (diffusion transformers); default rows")
+    v.add_argument(
+        "--groups", nargs="+", help="attention: groups of variants, from residual, baseline, forms, order, dit (default: by shapes)"
+    )
     v.add_argument("--heads", type=int, nargs="+", default=[4, 12], help="attention: heads per rank (default 4 12)")
     v.add_argument("--sequences", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536], help="attention: whole sequences")
     v.add_argument("--budget", type=float, default=240.0, help="attention: no row is begun after this many seconds (default 240)")
@@ -208,7 +212,10 @@ def _bench(options: argparse.Namespace) -> int:
             raise XStageError("out: bench attention needs a result file to write")
         from xstage.studies.attention import run
 
-        run(options.out, heads=options.heads, sequences=options.sequences, budget_s=options.budget, platform=options.platform)
+        run(
+            options.out, shapes=options.shapes, groups=options.groups, heads=options.heads, sequences=options.sequences,
+            budget_s=options.budget, platform=options.platform,
+        )  # fmt: skip
         sys.stdout.flush()
         os._exit(0)  # tearing NCCL down under captured graphs can hang
     from pathlib import Path

@@ -28,7 +28,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -44,6 +44,8 @@ from xstage.symmetric import Agreement, SymmetricBuffer, Watch, ranks_of
 
 FALLBACKS = ("serial", "error")
 STORES = ("owner", "local", "remote")
+LOOKUPS = ("warp", "thread")
+LAST_LAUNCHES = ("after", "ahead")
 HEAD_DIMS = (64, 96, 128, 256)
 _SIGNAL_BYTES = 4 * KiB
 _PHASES = ("entered", "done")  # names of `kernel_sm90`'s kinds of meetings
@@ -65,12 +67,16 @@ class Variant:
         entry: `auto`: the ranks meet before a call only where they must (`AttentionA2A._must_meet`); `always`.
         finish: `wait` (the call ends when the output is complete), `none` (the attention kernel alone, no meeting before
             or after: sender-visible time).
+        lookup: who looks up where a tile's rows go: an idle `warp` while the tile is computed, or each `thread` that stores, for itself.
+        last: the meeting that ends a call is launched `after` the attention kernel, or `ahead` of its end, which it then awaits itself.
     """
 
     order: str = "auto"
     stores: str = "owner"
     entry: str = "auto"
     finish: str = "wait"
+    lookup: str = "warp"
+    last: str = "after"
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -78,6 +84,8 @@ class Variant:
             ("stores", self.stores, STORES),
             ("entry", self.entry, ("auto", "always")),
             ("finish", self.finish, ("wait", "none")),
+            ("lookup", self.lookup, LOOKUPS),
+            ("last", self.last, LAST_LAUNCHES),
         ):
             if value not in known:
                 raise XStageError(f"{name}: {value!r} is not one of {', '.join(known)}")
@@ -97,7 +105,7 @@ class _Call:
         return {
             "batch": self.batch, "sequence": self.layout.sequence, "rows per rank": list(self.layout.local_rows),
             "layout": self.layout.flat, "causal": self.causal, "return_lse": self.return_lse,
-            "variant": [self.variant.order, self.variant.stores, self.variant.entry, self.variant.finish],
+            "variant": list(astuple(self.variant)),
         }  # fmt: skip
 
 
@@ -374,7 +382,9 @@ class AttentionA2A:
             if torch.cuda.is_current_stream_capturing():
                 raise XStageError("attend: call it once with these shapes before capturing a CUDA graph")
             plan = self._plans[call] = self._plan(call)
-        kernel = kernel_sm90.compiled(str(self.dtype).removeprefix("torch."), self.head_dim, group, call.causal, call.return_lse)
+        kernel = kernel_sm90.compiled(
+            str(self.dtype).removeprefix("torch."), self.head_dim, group, call.causal, call.return_lse, variant.lookup
+        )
         turn = self._turn % self.buffers
         self._turn += 1
         q, k, v = (_aligned(x) for x in (q.detach(), k.detach(), v.detach()))
@@ -386,7 +396,7 @@ class AttentionA2A:
             compiled_meeting(self.world, kernel_sm90.ENTERED, False)(*meeting)
         kernel_sm90.launch(kernel, q, k, v, scale, tables)
         if variant.finish == "wait":
-            compiled_meeting(self.world, kernel_sm90.DONE, True)(*meeting)
+            compiled_meeting(self.world, kernel_sm90.DONE, True, variant.last == "ahead")(*meeting)
         return plan.outs[turn], plan.lses[turn].transpose(1, 2) if call.return_lse else None
 
     def _must_meet(self, variant: Variant) -> bool:

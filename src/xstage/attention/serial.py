@@ -5,9 +5,8 @@
 (c) `push`: each rank's copy engines write strided blocks straight into the owners' buffers, between two barriers of torch symmetric
     memory. It needs no permutation and is the strongest of the three.
 
-The attention is FA4's where it runs (`attention`), with its own bulk store of the output; else torch's scaled dot product.
-
-Not covered: other attention kernels; any function with the signature of `attention` can stand in for it.
+The attention is FA4's where it runs (`attention`), with its own bulk store of the output; else torch's scaled dot product. `OTHERS` are
+other attention kernels for the same exchanges, full attention only, where their packages are installed.
 """
 
 from __future__ import annotations
@@ -49,6 +48,25 @@ def attention(
         qt, kt.repeat_interleave(group, 1), vt.repeat_interleave(group, 1), 0.0, causal, scale=softmax_scale
     )
     return result.transpose(1, 2), lse
+
+
+def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """cuDNN's attention as torch ships it. [batch, sequence, heads, head dim]."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
+def fa3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """FlashAttention 3 (package `fa3-fwd`). [batch, sequence, heads, head dim]."""
+    from fa3_fwd_interface import flash_attn_func
+
+    out = flash_attn_func(q, k, v)
+    return out[0] if isinstance(out, tuple) else out
+
+
+OTHERS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {"cudnn": cudnn, "fa3": fa3}
 
 
 def has_fa4(q: torch.Tensor) -> bool:

@@ -191,6 +191,41 @@ def _attention_table(results: Path) -> str:
     return grid(head, rows) + "\n\n" + said
 
 
+def _attention_forms_table(results: Path) -> str:
+    path = results / "h200x2" / "attention-forms.json"
+    if not path.exists():
+        return "Not measured yet."
+    rows = []
+    for r in _read(path)["rows"]:
+        times, d = r["groups"]["forms"], r["derived"]
+        cells = [f"{times[n]['slowest_ns'] / 1e3:.1f}" for n in ("fa4", "local", "stores", "local_thread", "stores_thread")]
+        residuals = [f"{d[f'residual_{who}_ns'] / 1e3:.1f}" for who in ("warp", "thread")]
+        shares = [f"{d[f'kernel_{who}_over_fa4_ns'] / times['fa4']['slowest_ns']:.2%}" for who in ("warp", "thread")]
+        ready = [f"{d[f'readiness_{when}_ns'] / 1e3:.1f}" for when in ("after", "ahead")]
+        rows.append([f"{r['heads']}, {r['sequence']:,}", *cells, *residuals, *shares, *ready])
+    head = ["H, M", "FA4 alone", "warp, local", "warp", "thread, local", "thread", "E_res, warp", "E_res, thread", "local over FA4, warp",
+            "local over FA4, thread", "readiness, after", "readiness, ahead"]  # fmt: skip
+    return grid(head, rows) + "\n\nµs per call, slowest rank, medians; `results/h200x2/attention-forms.json`."
+
+
+def _attention_models_table(results: Path) -> str:
+    path = results / "h200x2" / "attention-dit.json"
+    if not path.exists():
+        return "Not measured yet."
+    rows = []
+    for r in _read(path)["rows"]:
+        times, d = r["groups"]["dit"], r["derived"]
+        us = [
+            f"{times[n]['slowest_ns'] / 1e3:.1f}" if n in times else "–" for n in ("fa4", "fused", "push_graph", "push_cudnn", "nccl_graph")
+        ]
+        residual = f"{d['residual_ns'] / 1e3:.1f} ({d['residual_share']:.1%})"
+        shape = f"{r['heads']}, {r['sequence']:,}, {r['head_dim']}"
+        rows.append([r["name"], shape, *us, residual, f"{d['readiness_ns'] / 1e3:.1f}", f"{d['speedup_strongest']:.3f}×"])
+    head = ["model", "H, M, head dim", "FA4 alone", "fused", "FA4, push", "cuDNN, push", "FA4, NCCL", "E_res", "readiness",
+            "over strongest serial"]  # fmt: skip
+    return grid(head, rows) + "\n\nµs per call, slowest rank, medians; all serial ones in a graph; `results/h200x2/attention-dit.json`."
+
+
 def _attention_orders_table(results: Path) -> str:
     rows = []
     for r in _read(results / "h200x2" / "attention.json")["rows"]:
@@ -230,6 +265,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "comparison": _comparison_table,
     "attention": _attention_table,
     "attention-orders": _attention_orders_table,
+    "attention-forms": _attention_forms_table,
+    "attention-models": _attention_models_table,
     "attention-designs": _attention_designs_table,
     **SIMULATED,
 }

@@ -136,7 +136,8 @@ class ResultFile:
     """A JSON result file that is complete after every `add`, so that a run that is cut short keeps what it has.
 
     Args:
-        path: written by rank 0 only. study: what was measured. write: False on ranks that should not write.
+        path: written by rank 0 only. An unfinished file of the same study, settings and kind of machine is continued: its rows stay.
+        study: what was measured. write: False on ranks that should not write.
 
     Raises:
         XStageError: the path cannot be written; found before anything is measured.
@@ -151,7 +152,19 @@ class ResultFile:
             "study": study, "created": datetime.now(UTC).isoformat(timespec="seconds"), "command": command(),
             "fingerprint": fingerprint(), "settings": dict(settings or {}), "complete": False, "rows": [],
         }  # fmt: skip
+        if write:
+            self._continue()
         self._save()
+
+    def _continue(self) -> None:
+        try:
+            before = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return
+        same = all(before.get(key) == json.loads(json.dumps(self.content[key])) for key in ("study", "settings"))
+        machine = all(before.get("fingerprint", {}).get(k) == self.content["fingerprint"].get(k) for k in ("gpu_name", "driver", "torch"))
+        if same and machine and not before.get("complete", True):
+            self.content["rows"] = before["rows"]
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Append one row and save."""

@@ -97,17 +97,23 @@ class Protocol:
 
 
 class Meeting:
-    """One warp: publish `kind` to every rank, then wait for every rank's. The `last` meeting of a call advances the generation."""
+    """One warp: publish `kind` to every rank, then wait for every rank's. The `last` meeting of a call advances the generation.
 
-    def __init__(self, world: int, kind: int, last: bool):
-        self.world, self.kind, self.last = world, kind, last
+    With `ahead` it is launched while the kernel before it on the stream still runs (programmatic dependent launch), and waits for that
+    kernel's end and for its stores, as kernel order would have it, before it does anything.
+    """
+
+    def __init__(self, world: int, kind: int, last: bool, ahead: bool = False):
+        self.world, self.kind, self.last, self.ahead = world, kind, last, ahead
 
     @cute.jit
     def __call__(self, control: cute.Tensor, call: cute.Tensor, words: cute.Tensor, stream: cuda.CUstream) -> None:
-        self.kernel(control, call, words).launch(grid=(1, 1, 1), block=[32, 1, 1], stream=stream)
+        self.kernel(control, call, words).launch(grid=(1, 1, 1), block=[32, 1, 1], stream=stream, use_pdl=self.ahead)
 
     @cute.kernel
     def kernel(self, control: cute.Tensor, call: cute.Tensor, words: cute.Tensor):
+        if const_expr(self.ahead):
+            cute.arch.griddepcontrol_wait()
         protocol = Protocol(self.world, control, call, words)
         lane = cute.arch.thread_idx()[0]
         if lane < self.world:
@@ -120,10 +126,10 @@ class Meeting:
 
 
 @cache
-def compiled_meeting(world: int, kind: int, last: bool) -> Any:
+def compiled_meeting(world: int, kind: int, last: bool, ahead: bool = False) -> Any:
     """A meeting of `world` ranks; call it with (control, call, words), it runs on torch's current stream."""
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(Meeting(world, kind, last), *fake_words(3), stream, options="--enable-tvm-ffi")
+    return cute.compile(Meeting(world, kind, last, ahead), *fake_words(3), stream, options="--enable-tvm-ffi")
 
 
 def fake_words(count: int) -> list[Any]:

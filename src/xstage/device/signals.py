@@ -108,3 +108,28 @@ def wait_word_gpu(address: Int64, deadline_ns: Int64) -> Int64:
         seen = cute.arch.inline_ptx("ld.relaxed.gpu.global.u64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[address])
         now = now_ns()
     return seen
+
+
+# ---- CTAs of one GPU that hand data on ----
+
+
+@cute.jit
+def count_release_gpu(address: Int64) -> None:
+    """Add 1 to an int32 counter on this GPU, after everything that happened before in this thread's causality order."""
+    cute.arch.inline_ptx("red.release.gpu.global.add.u32 [{$r0}], 1;", read_only_args=[address])
+
+
+@cute.jit
+def wait_count_acquire_gpu(address: Int64, wanted: Int32, failed_address: Int64, timeout_ns: Int64) -> Int32:
+    """Wait until the int32 counter is at least `wanted`; what its writers released with it may be used afterwards. Returns it.
+
+    Gives up after `timeout_ns`, or at once when the int64 word at `failed_address` is not zero.
+    """
+    seen = cute.arch.inline_ptx("ld.acquire.gpu.global.u32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+    start = now_ns()
+    waiting = seen < wanted
+    while waiting:
+        seen = cute.arch.inline_ptx("ld.acquire.gpu.global.u32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+        expired = Int64(now_ns() - start) > timeout_ns
+        waiting = (seen < wanted) & (not expired) & (load_relaxed_gpu(failed_address) == 0)
+    return seen

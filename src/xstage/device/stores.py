@@ -8,6 +8,8 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T
 
 
 @cute.jit
@@ -72,6 +74,15 @@ def burst_of_16(base: Int64, size: Int32, thread: Int32, threads: cutlass.Conste
 def prefetch_l1(address: Int64) -> None:
     """Ask for the line of `address` in this SM's L1 cache; nobody waits."""
     cute.arch.inline_ptx("prefetch.global.L1 [{$r0}];", read_only_args=[address])
+
+
+def thread_anew() -> Int32:
+    """`%tid.x`, read where this stands: nothing computed from it earlier need be kept in registers until here."""
+    return Int32(
+        llvm.inline_asm(
+            T.i32(), [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT
+        )
+    )
 
 
 @cute.jit

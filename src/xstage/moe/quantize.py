@@ -11,8 +11,8 @@ The rules, the same for both:
 * Infinities and NaN become NaN, because e4m3 has no infinity: what was not finite stays visible, and only there. They do not touch
   the scale, so their neighbours are what they would be without them. The sign of an infinity is lost.
 
-`interleave_gate_up` puts 8 gate rows of Linear-1's weight beside the 8 up rows they meet in SwiGLU, so that one thread of a wgmma
-accumulator holds both. Quantise after interleaving: a block of 128 interleaved rows is 64 gate and 64 up rows with one scale.
+`interleave_gate_up` mixes the gate and up rows of Linear-1's weight so that a thread of a wgmma accumulator holds both of what meets in
+SwiGLU, and four outputs in a row. Quantise before mixing: gate and up keep a scale of their own per 128 rows, as checkpoints have them.
 
 Not covered: e5m2, scales that are powers of two, 4-bit weights.
 """
@@ -26,7 +26,7 @@ from xstage.errors import XStageError
 BLOCK = 128
 E4M3_MAX = 448.0
 SMALLEST_SCALE = 2.0**-126
-INTERLEAVE = 8
+GROUP = 16  # outputs of SwiGLU that 32 mixed rows make
 
 
 def quantize_activations(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,23 +77,33 @@ def dequantize_weights(q: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
 
 
 def interleave_gate_up(w: torch.Tensor) -> torch.Tensor:
-    """[..., 2 · intermediate, columns], gate rows before up rows, to 8 gate, 8 up, 8 gate, …
+    """[..., 2 · intermediate, columns], gate rows before up rows, to the order of Linear-1's accumulators.
+
+    32 rows hold the gate and up of 16 outputs: row 16 s + 8 g + 2 q + e is gate (g = 0) or up (g = 1) of output 4 q + 2 s + e, because a
+    thread q of four has columns 2 q + e of every eight.
 
     Raises:
-        XStageError: 16 does not divide the rows.
+        XStageError: 32 does not divide the rows.
     """
     _check_interleave(w)
-    return w.unflatten(-2, (2, -1, INTERLEAVE)).transpose(-4, -3).flatten(-4, -2)
+    g, t, q, s, e, columns = range(-6, 0)
+    return _permuted(w.unflatten(-2, (2, -1, 4, 2, 2)), (t, s, g, q, e, columns)).flatten(-6, -2)
 
 
 def separate_gate_up(w: torch.Tensor) -> torch.Tensor:
     """The inverse of `interleave_gate_up`.
 
     Raises:
-        XStageError: 16 does not divide the rows.
+        XStageError: 32 does not divide the rows.
     """
     _check_interleave(w)
-    return w.unflatten(-2, (-1, 2, INTERLEAVE)).transpose(-4, -3).flatten(-4, -2)
+    t, s, g, q, e, columns = range(-6, 0)
+    return _permuted(w.unflatten(-2, (-1, 2, 2, 4, 2)), (g, t, q, s, e, columns)).flatten(-6, -2)
+
+
+def _permuted(w: torch.Tensor, last: tuple[int, ...]) -> torch.Tensor:
+    """The last dimensions in another order."""
+    return w.permute(*range(w.dim() - len(last)), *last)
 
 
 def _scales(magnitudes: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
@@ -122,5 +132,5 @@ def _check(x: torch.Tensor, blocked: int) -> None:
 
 
 def _check_interleave(w: torch.Tensor) -> None:
-    if w.dim() < 2 or w.shape[-2] % (2 * INTERLEAVE):
-        raise XStageError(f"shape: {tuple(w.shape)} must have rows that are a multiple of {2 * INTERLEAVE}, half gate and half up")
+    if w.dim() < 2 or w.shape[-2] % (2 * GROUP):
+        raise XStageError(f"shape: {tuple(w.shape)} must have rows that are a multiple of {2 * GROUP}, half gate and half up")

@@ -1,6 +1,7 @@
 """What the exchange costs when it rides on FlashAttention (paper, sections 4.3 and 5.3, Table 3 and Figure 11), measured here.
 
-Each row is a shape: heads per rank H, whole sequence M, head dim 128, batch 1, full attention, bf16. Variants of a group run interleaved
+Each row is a shape: heads per rank H, whole sequence M, head dim, batch 1, full attention, bf16. `rows` is the grid of H and M with head
+dim 128; `dit` is what diffusion transformers ask for, their heads split over the ranks (`DIT`). Variants of a group run interleaved
 (`bench.timing`), and only variants of one group are compared: attention at the power limit remembers what ran before it. The
 groups, their questions, and the columns that answer them:
 
@@ -8,21 +9,28 @@ groups, their questions, and the columns that answer them:
   kernel, every row stored into the rank's own memory) and over `fa4` (the unmodified kernel). Readiness: `fused` (the call ends when
   its output is complete) over `stores`.
 * `baseline`. `fused` against the paper's serial baseline (`nccl`: eager, with permutations), the same in a graph (`nccl_graph`), and the
-  copy-engine push in a graph (`push_graph`).
+  copy-engine push in a graph, after FA4 (`push_graph`) and after other attention kernels that this machine has (`push_cudnn`, `push_fa3`).
+* `forms`. Forms of the kernels side by side: who looks up where rows go (`local` and `stores`, against `local_thread` and
+  `stores_thread`), and when the last meeting is launched (`fused`, `fused_ahead`).
 * `order`. What the order and the share of remote destinations do to the residual (`plain`, `own_last`, `remote`), and what a
   meeting before the call costs, which the first call of a graph makes (`met`).
+* `dit`. Residual, readiness and all serial baselines in one group, for shapes whose calls are long.
+
+A row takes `ROW_S` at most where that can be had by fewer rounds, never less than 5.
 
 The prediction of E_res comes from the tile table and a platform file alone (`predicted_residual_ns`), with nothing refitted.
 
-Not covered: other attention kernels, more than one host, back-to-back replays.
+Not covered: causal attention, more than one host, back-to-back replays.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,6 +47,31 @@ from xstage.errors import UnsuitableMachine, XStageError
 from xstage.platform import Platform, load_platform
 
 HEADS, SEQUENCES, HEAD_DIM = (4, 12), (4096, 8192, 16384, 32768, 65536), 128
+ROW_S, LEAST_ROUNDS = 15.0, 5
+_FLOP_PER_NS = 7e5  # FA4 on an H200, for planning only
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A row: heads per rank, whole sequence."""
+
+    name: str
+    heads: int
+    sequence: int
+    head_dim: int = HEAD_DIM
+
+    @property
+    def flop(self) -> float:
+        """Per rank and call."""
+        return 4.0 * self.sequence**2 * self.head_dim * self.heads
+
+
+# Name, heads over all ranks, sequence (text and image or video tokens), head dim.
+DIT = (
+    ("FLUX.1 1024²", 24, 4608, 128), ("FLUX.1 2048²", 24, 16896, 128), ("Qwen-Image 1328²", 24, 7145, 128),
+    ("CogVideoX-5B", 48, 17776, 64), ("LTX-2", 32, 30240, 128), ("Wan 1.3B 480p", 12, 32760, 128), ("Wan 14B 480p", 40, 32760, 128),
+    ("Wan 14B 720p", 40, 75600, 128), ("HunyuanVideo 720p", 24, 119056, 128),
+)  # fmt: skip
 
 FUSED = {
     "local": Variant(stores="local", finish="none"),
@@ -48,11 +81,16 @@ FUSED = {
     "remote": Variant(stores="remote", finish="none"),
     "met": Variant(entry="always"),
     "fused": Variant(),
+    "local_thread": Variant(stores="local", finish="none", lookup="thread"),
+    "stores_thread": Variant(finish="none", lookup="thread"),
+    "fused_ahead": Variant(last="ahead"),
 }
-SERIAL = ("nccl", "nccl_graph", "push_graph")
+SERIAL = ("nccl", "nccl_graph", "push_graph", *(f"push_{name}" for name in serial.OTHERS))
 GROUPS = {
     "residual": ("fa4", "local", "stores", "fused"),
     "baseline": ("fa4", "fused", *SERIAL),
+    "forms": ("fa4", "local", "stores", "local_thread", "stores_thread", "fused", "fused_ahead"),
+    "dit": ("fa4", "local", "stores", "fused", *SERIAL[1:]),
     "order": ("local", "stores", "plain", "own_last", "remote", "met", "fused"),
 }
 
@@ -74,9 +112,13 @@ def predicted_residual_ns(remote_tiles: Sequence[int], tile_bytes: int, platform
 def derived(times: dict[str, dict[str, timing.Times]]) -> dict[str, float]:
     """The row's answers from the times of its groups, in nanoseconds and ratios; only those whose variants were measured."""
     answers: dict[str, float] = {}
+    times = {**times, "residual": times.get("residual", times.get("dit", {})), "baseline": times.get("baseline", times.get("dit", {}))}
     for name, group, top, bottom in (
         ("residual_ns", "residual", "stores", "local"), ("residual_over_fa4_ns", "residual", "stores", "fa4"),
         ("readiness_ns", "residual", "fused", "stores"), ("kernel_over_fa4_ns", "residual", "local", "fa4"),
+        ("residual_warp_ns", "forms", "stores", "local"), ("residual_thread_ns", "forms", "stores_thread", "local_thread"),
+        ("kernel_warp_over_fa4_ns", "forms", "local", "fa4"), ("kernel_thread_over_fa4_ns", "forms", "local_thread", "fa4"),
+        ("readiness_after_ns", "forms", "fused", "stores"), ("readiness_ahead_ns", "forms", "fused_ahead", "stores"),
         ("residual_alternating_ns", "order", "stores", "local"), ("residual_plain_ns", "order", "plain", "local"),
         ("residual_own_last_ns", "order", "own_last", "local"), ("residual_remote_ns", "order", "remote", "local"),
         ("meeting_ns", "order", "met", "fused"),
@@ -86,7 +128,7 @@ def derived(times: dict[str, dict[str, timing.Times]]) -> dict[str, float]:
             answers[name] = round(t[top].slowest_ns - t[bottom].slowest_ns, 1)
     if "residual_ns" in answers:
         answers["residual_share"] = round(answers["residual_ns"] / times["residual"]["fa4"].slowest_ns, 6)
-    t = times.get("baseline", {})
+    t = times["baseline"]
     if "nccl" in t:
         answers["speedup_paper_baseline"] = round(t["nccl"].slowest_ns / t["fused"].slowest_ns, 4)
     baselines = [t[name].slowest_ns for name in SERIAL if name in t]
@@ -98,6 +140,11 @@ def derived(times: dict[str, dict[str, timing.Times]]) -> dict[str, float]:
 def headline(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Headline figures of a result: the worst row for each question, and the speedups by shape."""
     out: dict[str, dict[str, Any]] = {}
+    models = [r for r in rows if r.get("shapes") == "dit"]
+    for row in (r for r in models if "speedup_strongest" in r["derived"]):
+        name = re.sub("[^a-z0-9]+", "_", row["name"].lower().replace("²", "")).strip("_")
+        out[f"attention.dit.speedup_strongest.{name}"] = {"value": row["derived"]["speedup_strongest"], "unit": "ratio"}
+    rows = [r for r in rows if r not in models]
     short = [r["derived"]["residual_ns"] for r in rows if r["sequence"] <= 16384 and "residual_ns" in r["derived"]]
     long = [r["derived"]["residual_share"] for r in rows if r["sequence"] >= 32768 and "residual_share" in r["derived"]]
     ready = [r["derived"]["readiness_ns"] for r in rows if "readiness_ns" in r["derived"]]
@@ -117,104 +164,150 @@ def headline(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def run(
-    out: str, *, heads: Sequence[int] = HEADS, sequences: Sequence[int] = SEQUENCES, rounds: int = 9, budget_s: float = 240.0,
-    pause_s: float = 0.04, platform: str | None = None, groups: Sequence[str] = tuple(GROUPS),
+    out: str, *, shapes: str = "rows", heads: Sequence[int] = HEADS, sequences: Sequence[int] = SEQUENCES, rounds: int = 9,
+    budget_s: float = 240.0, pause_s: float = 0.04, platform: str | None = None, groups: Sequence[str] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure every (heads, sequence) row and write a result file after each; run by every rank (torchrun).
+    """Measure every row and write a result file after each; run by every rank (torchrun). An unfinished file is continued.
 
     Args:
-        out: path of the result file. heads: per rank. budget_s: no row is begun after this many seconds.
-        platform: gallery name or path, for predictions; None: no predictions. groups: which of `GROUPS` to run.
+        out: path of the result file. shapes: `rows` (every pair of `heads` per rank and `sequences`) or `dit`. rounds: at most.
+        budget_s: no row is begun after this many seconds.
+        platform: gallery name or path, for predictions; None: no predictions.
+        groups: which of `GROUPS` to run; None: `dit` for `dit`, else all others.
 
     Returns:
         The content of the result file.
 
     Raises:
         UnsuitableMachine: fewer than two ranks, or the fused kernel cannot run here.
-        XStageError: unknown group, a path that cannot be written.
+        XStageError: unknown group or shapes, heads that the ranks do not divide, a path that cannot be written.
     """
+    if shapes not in ("rows", "dit"):
+        raise XStageError(f"shapes: {shapes!r} is not 'rows' or 'dit'")
+    groups = groups or (["dit"] if shapes == "dit" else [name for name in GROUPS if name != "dit"])
     for name in groups:
         if name not in GROUPS:
             raise XStageError(f"groups: {name!r} is not one of {', '.join(GROUPS)}")
     known = None if platform is None else load_platform(platform)
     _start_group()
     rank, world = dist.get_rank(), dist.get_world_size()
+    todo = [Shape(f"H{h}_M{m}", h, m) for m in sorted(sequences) for h in heads]
+    if shapes == "dit":
+        if any(h % world for _, h, *_ in DIT):
+            raise XStageError(f"shapes: the heads of 'dit' are not multiples of {world} ranks")
+        todo = sorted((Shape(name, h // world, m, d) for name, h, m, d in DIT), key=lambda s: s.flop)
     settings = {
-        "head_dim": HEAD_DIM, "dtype": "bfloat16", "batch": 1, "causal": False, "rounds": rounds, "pause_s": pause_s, "world": world,
-        "platform": platform,
+        "shapes": shapes, "dtype": "bfloat16", "batch": 1, "causal": False, "rounds": rounds, "pause_s": pause_s, "world": world,
+        "platform": platform, "groups": list(groups),
     }  # fmt: skip
     results = timing.ResultFile(out, "attention", write=rank == 0, settings=settings)
     begun = time.monotonic()
     cut_short = False
-    for sequence in sorted(sequences):
-        for count in heads:
-            # One clock decides, or ranks would part ways.
-            if timing.gather(time.monotonic() - begun)[0] > budget_s:
-                cut_short = True
-                continue
-            row = _row(count, sequence, groups, rounds, pause_s, known)
-            results.content["headline"] = headline([*results.content["rows"], row])
-            results.add(row)
-            if rank == 0:
-                answers = " ".join(f"{k} {v:g}" for k, v in row["derived"].items())
-                print(f"H={count} M={sequence}: {answers} ({time.monotonic() - begun:.0f} s)", file=sys.stderr, flush=True)
+    # One rank decides, or ranks would part ways.
+    done = set(timing.gather([row["name"] for row in results.content["rows"]])[0])
+    for shape in todo:
+        if shape.name in done:
+            continue
+        if timing.gather(time.monotonic() - begun)[0] > budget_s:
+            cut_short = True
+            continue
+        row = {"shapes": shapes, **_row(shape, groups, rounds, pause_s, known)}
+        results.content["headline"] = headline([*results.content["rows"], row])
+        results.add(row)
+        if rank == 0:
+            answers = " ".join(f"{k} {v:g}" for k, v in row["derived"].items())
+            print(f"{shape.name}: {answers} ({time.monotonic() - begun:.0f} s)", file=sys.stderr, flush=True)
     if not cut_short:
         results.finish()
     timing.meet()
     return results.content
 
 
-def _row(heads: int, sequence: int, groups: Sequence[str], rounds: int, pause_s: float, platform: Platform | None) -> dict[str, Any]:
+def rounds_for(call_ns: float, calls: int, variants: int, rounds: int, pause_s: float) -> int:
+    """Rounds that keep a row of that many variants within `ROW_S`."""
+    once = variants * (2 * calls * call_ns / 1e9 + pause_s + 0.01)
+    return max(min(rounds, LEAST_ROUNDS), min(rounds, int(ROW_S / once)))
+
+
+def _row(shape: Shape, groups: Sequence[str], rounds: int, pause_s: float, platform: Platform | None) -> dict[str, Any]:
+    from xstage.attention.kernel_sm90 import tile_shape
+
     rank, world, device = dist.get_rank(), dist.get_world_size(), torch.device("cuda", torch.cuda.current_device())
     generator = torch.Generator(device=device).manual_seed(rank)
-    q, k, v = (torch.randn(1, sequence, heads, HEAD_DIM, device=device, generator=generator, dtype=torch.bfloat16) for _ in range(3))
+    size = (1, shape.sequence, shape.heads, shape.head_dim)
+    q, k, v = (torch.randn(size, device=device, generator=generator, dtype=torch.bfloat16) for _ in range(3))
     out = torch.empty_like(q)
-    layout = SequenceLayout.even(sequence, world)
+    layout = SequenceLayout.even(shape.sequence, world)
     group = dist.group.WORLD
     assert group is not None
-    with AttentionA2A(max_sequence=sequence, heads=heads * world, head_dim=HEAD_DIM, fallback="error") as attend:
+    with AttentionA2A(max_sequence=shape.sequence, heads=shape.heads * world, head_dim=shape.head_dim, fallback="error") as attend:
         counts = attend.heads_per_rank
-        exchange = serial.NcclExchange(layout, counts, group, 1, (HEAD_DIM,), torch.bfloat16, device, permute=True)
+        exchange = serial.NcclExchange(layout, counts, group, 1, (shape.head_dim,), torch.bfloat16, device, permute=True)
         targets = attend.push_targets(layout)
 
         def attention() -> torch.Tensor:
             return serial.attention(q, k, v, out=out)[0]
 
+        def pushed(kernel: Callable[[], torch.Tensor]) -> None:
+            serial.push(kernel(), layout, targets, rank, attend.barrier)
+
         functions: dict[str, Callable[[], Any]] = {"fa4": attention}
         for name, variant in FUSED.items():
             functions[name] = partial(attend, q, k, v, variant=variant)
         functions["nccl"] = functions["nccl_graph"] = lambda: exchange(attention())
-        functions["push_graph"] = lambda: serial.push(attention(), layout, targets, rank, attend.barrier)
-        flops = 4 * sequence**2 * HEAD_DIM * heads
-        calls = timing.launches_for(flops / 7e5)
+        functions["push_graph"] = partial(pushed, attention)
+        missing = {}
+        for name, other in serial.OTHERS.items():
+            reason = _why_not(partial(other, q, k, v))
+            functions[f"push_{name}"] = partial(pushed, partial(other, q, k, v))
+            if reason:
+                missing[f"push_{name}"] = reason
+        groups_here = {group: [n for n in GROUPS[group] if n not in missing] for group in groups}
+        call_ns = shape.flop / _FLOP_PER_NS
+        calls = timing.launches_for(call_ns, least=1 if call_ns > 1e7 else 2)
+        rounds = rounds_for(call_ns, calls, sum(map(len, groups_here.values())), rounds, pause_s)
+        warm_up = 1 if call_ns > 1e7 else 3
         timed: dict[str, Callable[[], Any]] = {}
-        for name in dict.fromkeys(name for group in groups for name in GROUPS[group]):
-            for _ in range(3):
+        for name in dict.fromkeys(name for names in groups_here.values() for name in names):
+            for _ in range(warm_up):
                 functions[name]()
             timing.meet()
             # Several calls to a graph, as the layers of a model are; eager calls are repeated by hand.
             eager = name == "nccl"
-            timed[name] = partial(_repeat, functions[name], calls) if eager else serial.graphed(functions[name], calls)
+            timed[name] = partial(_repeat, functions[name], calls) if eager else serial.graphed(functions[name], calls, warm_up)
             timing.meet()
         times = {
-            group: timing.interleaved({n: timed[n] for n in GROUPS[group]}, calls=calls, rounds=rounds, pause_s=pause_s) for group in groups
+            group: timing.interleaved({n: timed[n] for n in names}, calls=calls, rounds=rounds, pause_s=pause_s)
+            for group, names in groups_here.items()
         }
         attend.check()
         timing.meet()
         row: dict[str, Any] = {
-            "heads": heads, "sequence": sequence, "derived": derived(times),
+            "name": shape.name, "heads": shape.heads, "sequence": shape.sequence, "head_dim": shape.head_dim, "derived": derived(times),
             "groups": {group: {name: t.to_json() for name, t in measured.items()} for group, measured in times.items()},
-            "tflops": {n: round(flops / t.slowest_ns / 1e3, 1) for n, t in times.get("residual", {}).items()},
-            "remote_tiles": {}, "predicted_residual_ns": {},
+            "tflops": {n: round(shape.flop / t.slowest_ns / 1e3, 1) for n, t in times.get("residual", times.get("dit", {})).items()},
+            "missing": missing, "remote_tiles": {}, "predicted_residual_ns": {},
         }  # fmt: skip
         sms = torch.cuda.get_device_properties(device).multi_processor_count
+        tile_rows, _ = tile_shape(shape.head_dim, False)
         for order in ("plain", "alternating", "own_last"):
-            tiles = _remote_tiles(layout, rank, heads, order, sms)
+            tiles = _remote_tiles(layout, rank, shape.heads, order, sms, tile_rows)
             row["remote_tiles"][order] = tiles
             if platform is not None:
-                row["predicted_residual_ns"][order] = round(predicted_residual_ns(tiles, 128 * HEAD_DIM * 2, platform), 1)
+                row["predicted_residual_ns"][order] = round(predicted_residual_ns(tiles, tile_rows * shape.head_dim * 2, platform), 1)
         del timed
         return row
+
+
+def _why_not(kernel: Callable[[], torch.Tensor]) -> str:
+    """Empty if every rank can run an attention kernel, else a rank's reason."""
+    reason = ""
+    try:
+        kernel()
+        torch.cuda.synchronize()
+    except (ImportError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+    return next((reason for reason in timing.gather(reason) if reason), "")
 
 
 def _repeat(function: Callable[[], Any], calls: int) -> None:
@@ -222,9 +315,11 @@ def _repeat(function: Callable[[], Any], calls: int) -> None:
         function()
 
 
-def _remote_tiles(layout: SequenceLayout, rank: int, heads: int, order: str, sms: int) -> list[int]:
-    table = lay.tile_table(layout, rank, heads=heads, batch=1, tile_rows=128, wave=sms, order=order, capacity_tiles=sms * 24 // 32)
-    return lay.remote_tiles(table, layout, rank, 128, sms)
+def _remote_tiles(layout: SequenceLayout, rank: int, heads: int, order: str, sms: int, tile_rows: int) -> list[int]:
+    table = lay.tile_table(
+        layout, rank, heads=heads, batch=1, tile_rows=tile_rows, wave=sms, order=order, capacity_tiles=sms * 24 // 32
+    )  # fmt: skip
+    return lay.remote_tiles(table, layout, rank, tile_rows, sms)
 
 
 def _start_group() -> None:

@@ -1,0 +1,266 @@
+"""What becomes of a tile's sums: the part of the grouped GEMM that differs between its uses.
+
+Each part works on one half of a tile, 128 columns, at a time: a math warpgroup holds 64 rows × 128 columns in the layout of wgmma, where
+a thread has columns 8 j + 2 q, + 1 (q: its place among four) of two rows that are 8 apart. Staging in shared memory turns that into
+pieces of 16 bytes; the pieces of a row are swapped by its number (the 128-byte swizzle of the copy engine), so that eight rows meet no
+common bank.
+
+* `Plain`: bf16 [rows, N], stored by the copy engine.
+* `SwigluFp8`: silu(gate) · up · routing weight, in fp8 with a scale per row and 128 columns; the weight is a factor of the scale. N
+  holds gate and up as `quantize.interleave_gate_up` mixes them: 256 columns are the gate and up of 128 outputs, and a thread has four
+  outputs in a row. silu(g) = h + h · tanh(h) with h = g / 2: one special-function instruction instead of two, and its error of 2⁻¹¹ is far
+  below fp8's.
+* `RowsToSlots`: bf16 rows, each to the address in a table, local or a peer's, by 16-byte stores of the math warps. A warp stages and
+  stores its own 16 rows, and waits for nobody.
+
+Not covered: float32 results, bulk-engine stores of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from xstage.device import registers
+from xstage.device.stores import prefetch_l1, store_16
+
+E4M3_MAX, SMALLEST_SCALE = 448.0, 2.0**-126
+
+
+class Epilogue:
+    """What the parts have in common. `staging_bytes` of shared memory are theirs.
+
+    alternating: column blocks of 8 take turns in having the first and the second scale of the tile (gate and up); else the first
+    128 columns have the first, the others the second.
+    """
+
+    staging_bytes = 32 * 1024
+    alternating = False
+
+    # Branches at run time carry `self` as an object without runtime values.
+    def __extract_mlir_values__(self) -> list[Any]:
+        return []
+
+    def __new_from_mlir_values__(self, values: list[Any]) -> Any:
+        return self
+
+    def descriptors(self, outputs: Any) -> Any:
+        """On the host: what the kernel is given of `outputs`."""
+        return outputs
+
+    def begin(self, staging: Any, thread: Int32, outputs: Any) -> None:
+        """Before the first tile, in every math thread."""
+        self.outputs, self.staging = outputs, staging
+        self.base = Int32(staging.data_ptr().toint())
+        self.group = cute.arch.make_warp_uniform(thread // 128)
+        self.lane, self.leads = thread % 32, cute.arch.make_warp_uniform(thread // 32) % 4 == 0
+        self.row = thread % 128 // 32 * 16  # first row of this warp among the 64 of its warpgroup
+
+    def warm(self, m: Int32) -> None:
+        """At the start of a tile: ask for what `half` will read, before stores fill the way to memory."""
+
+    def half(self, i: cutlass.Constexpr[int], first: cute.Tensor, second: cute.Tensor, m: Int32, n: Int32) -> None:
+        """Columns 256 n + 128 i … of rows 128 m …; leaves the sums zeroed for the next tile after i = 1."""
+
+    def end(self) -> None:
+        """After the last tile."""
+
+    @cute.jit
+    def _meet(self) -> None:
+        cute.arch.barrier(barrier_id=1 + self.group, number_of_threads=128)
+
+    @cute.jit
+    def _stage_bf16(self, sums: cute.Tensor) -> None:
+        """This warp's 16 rows to shared memory as bf16: two boxes of [64 rows, 64 columns] per warpgroup."""
+        lane, row = self.lane, self.row + self.lane % 16
+        for pair in cutlass.range_constexpr(8):
+            at = [((r, 2 * pair + j), 0, 0) for j in range(2) for r in range(2)]
+            words = [registers.bf16_pair(sums[((0, *first), *rest)], sums[((1, *first), *rest)]) for first, *rest in at]
+            registers.store_matrices(self._piece(row, 2 * pair + lane // 16), *words)
+
+    @cute.jit
+    def _piece(self, row: Int32, column: Int32) -> Int32:
+        """Shared address of 16 bytes: row of the warpgroup, column in units of 8 elements."""
+        return self.base + self.group * 16384 + column // 8 * 8192 + row * 128 + ((column % 8) ^ (row % 8)) * 16
+
+
+class Plain(Epilogue):
+    """outputs: bf16 [rows, N]."""
+
+    def descriptors(self, outputs: cute.Tensor) -> Any:
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+        return _descriptor(cute.tile_to_shape(atom, (64, 64, 4), (0, 1, 2)), outputs, (64, 64))
+
+    def begin(self, staging: Any, thread: Int32, outputs: Any) -> None:
+        Epilogue.begin(self, staging, thread, outputs)
+        self.source, self.target = _boxes(staging, BFloat16, outputs, (64, 64))
+
+    @cute.jit
+    def half(self, i: cutlass.Constexpr[int], first: cute.Tensor, second: cute.Tensor, m: Int32, n: Int32) -> None:
+        sums = second if const_expr(i == 1) else first
+        if self.leads:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        self._meet()
+        self._stage_bf16(sums)
+        sums.fill(0.0)
+        cute.arch.fence_view_async_shared()
+        self._meet()
+        if self.leads:
+            for c in cutlass.range_constexpr(2):
+                cute.copy(
+                    self.outputs[0], self.source[(None, self.group * 2 + c)], self.target[(None, m * 2 + self.group, n * 4 + i * 2 + c)]
+                )
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def end(self) -> None:
+        if self.leads:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+class SwigluFp8(Epilogue):
+    """outputs: (uint8 [rows, N / 2], float32 scales [N / 256, rows], float32 routing weight [rows]).
+
+    clamp: gate is bounded above and up on both sides by it; None: neither.
+    """
+
+    alternating = True
+
+    def __init__(self, clamp: float | None = None) -> None:
+        self.clamp = clamp
+
+    def descriptors(self, outputs: Any) -> Any:
+        middle, scales, weight = outputs
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Uint8)
+        return (*_descriptor(cute.tile_to_shape(atom, (64, 128, 4), (0, 1, 2)), middle, (64, 128)), scales, weight)
+
+    def begin(self, staging: Any, thread: Int32, outputs: Any) -> None:
+        Epilogue.begin(self, staging, thread, outputs)
+        self.source, self.target = _boxes(staging, Uint8, outputs[:3], (64, 128))
+
+    @cute.jit
+    def warm(self, m: Int32) -> None:
+        prefetch_l1(self.outputs[4].iterator.toint() + 4 * Int64(self._row(m, 0)))
+
+    @cute.jit
+    def half(self, i: cutlass.Constexpr[int], first: cute.Tensor, second: cute.Tensor, m: Int32, n: Int32) -> None:
+        sums = second if const_expr(i == 1) else first
+        for r in cutlass.range_constexpr(2):
+            for j in cutlass.range_constexpr(0, 16, 2):
+                for e in cutlass.range_constexpr(2):
+                    # The result takes the gate's place.
+                    sums[((e, r, j), 0, 0)] = self._swiglu(sums[((e, r, j), 0, 0)], sums[((e, r, j + 1), 0, 0)])
+        if const_expr(i == 1):
+            self._finish(first, second, m, n)
+            first.fill(0.0)
+            second.fill(0.0)
+
+    @cute.jit
+    def end(self) -> None:
+        if self.leads:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def drain(self) -> None:
+        """Until what this warpgroup stored is in memory, elements and scales, as the leading warp sees it."""
+        if self.leads:
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+        self._meet()
+
+    @cute.jit
+    def _finish(self, first: cute.Tensor, second: cute.Tensor, m: Int32, n: Int32) -> None:
+        """A scale per row over both halves, elements in fp8, and both on their way to memory."""
+        if self.leads:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        self._meet()
+        quarter = self.lane % 4
+        weights = [self.outputs[4][self._row(m, r)] for r in range(2)]
+        for r in cutlass.range_constexpr(2):
+            largest = Float32(0.0)
+            for sums in (first, second):
+                for j in cutlass.range_constexpr(0, 16, 2):
+                    for e in cutlass.range_constexpr(2):
+                        largest = registers.max_magnitude(largest, sums[((e, r, j), 0, 0)])
+            if largest == Float32.inf:  # what is not finite becomes NaN and leaves its neighbours' scale alone
+                largest = Float32(0.0)
+                for sums in (first, second):
+                    for j in cutlass.range_constexpr(0, 16, 2):
+                        for e in cutlass.range_constexpr(2):
+                            value = sums[((e, r, j), 0, 0)]
+                            value = value + (value - value)
+                            sums[((e, r, j), 0, 0)] = value
+                            largest = registers.max_magnitude(largest, value)
+            for mask in (1, 2):
+                largest = registers.max_magnitude(largest, cute.arch.shuffle_sync_bfly(largest, mask))
+            scale = registers.max_magnitude(registers.divide_up(largest, Float32(E4M3_MAX)), Float32(SMALLEST_SCALE))
+            inverse = Float32(1.0) / scale
+            row = self.row + self.lane // 4 + 8 * r
+            for half, sums in ((0, first), (1, second)):
+                for t in cutlass.range_constexpr(4):
+                    values = [sums[((e, r, 4 * t + 2 * s), 0, 0)] * inverse for s in range(2) for e in range(2)]
+                    piece = (4 * half + t) ^ (row % 8)
+                    registers.store_shared_32(
+                        self.base + self.group * 16384 + row * 128 + piece * 16 + quarter * 4, registers.e4m3_quad(*values)
+                    )
+            if quarter == 0:
+                self.outputs[3][n, self._row(m, r)] = scale * weights[r]
+        cute.arch.fence_view_async_shared()
+        self._meet()
+        if self.leads:
+            cute.copy(self.outputs[0], self.source[(None, self.group * 2)], self.target[(None, m * 2 + self.group, n)])
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def _swiglu(self, gate: Float32, up: Float32) -> Float32:
+        if const_expr(self.clamp is not None):
+            limit = Float32(self.clamp)
+            gate = registers.minimum(gate, limit)
+            up = registers.maximum(registers.minimum(up, limit), -limit)
+        half = gate * 0.5
+        return (half * registers.tanh(half) + half) * up
+
+    def _row(self, m: Int32, r: int) -> Int32:
+        return m * 128 + self.group * 64 + self.row + self.lane // 4 + 8 * r
+
+
+class RowsToSlots(Epilogue):
+    """outputs: int64 [rows], the address of a row's N bf16 results; 0: nobody wants it."""
+
+    @cute.jit
+    def warm(self, m: Int32) -> None:
+        prefetch_l1(self.outputs.iterator.toint() + 8 * Int64(m * 128 + self.group * 64 + self.row + self.lane % 16))
+
+    @cute.jit
+    def half(self, i: cutlass.Constexpr[int], first: cute.Tensor, second: cute.Tensor, m: Int32, n: Int32) -> None:
+        sums = second if const_expr(i == 1) else first
+        self._stage_bf16(sums)
+        sums.fill(0.0)
+        cute.arch.sync_warp()
+        column, start = self.lane % 16, self.row + self.lane // 16
+        offset = Int64(n * 512 + i * 256 + column * 16)
+        for batch in cutlass.range_constexpr(2):
+            rows = [start + 2 * (4 * batch + k) for k in range(4)]
+            slots = [self.outputs[m * 128 + self.group * 64 + row] for row in rows]
+            for k in cutlass.range_constexpr(4):
+                words = registers.load_shared_16(self._piece(rows[k], column))
+                if slots[k] != 0:
+                    store_16(slots[k] + offset, *words)
+        cute.arch.sync_warp()  # the next half overwrites what was read here
+
+
+def _descriptor(boxes: Any, tensor: Any, shape: tuple[int, int]) -> Any:
+    """On the host: copy from staging (`boxes` of `shape`, one behind the other) to `tensor`."""
+    box = cute.slice_(boxes, (None, None, 0))
+    return (*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, box, shape), boxes)
+
+
+def _boxes(staging: Any, dtype: Any, descriptor: Any, shape: tuple[int, int]) -> Any:
+    """Staging and global memory as boxes of the copy engine."""
+    atom, tensor, boxes = descriptor
+    shared = staging.get_tensor(boxes.outer, swizzle=boxes.inner, dtype=dtype)
+    tiles = cute.local_tile(tensor, shape, (None, None))
+    return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2))

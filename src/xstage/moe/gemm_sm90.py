@@ -1,0 +1,342 @@
+"""Grouped fp8 GEMM for Hopper (sm_90a): rows of many experts times their expert's weight, with the epilogue as a part to choose.
+
+    C[m, n] = Σ_kb a_scales[kb, m] · weight_scales[e, kb, n / 128] · (A[m, kb] · W[e, n, kb])        e = tile_expert[m / 128]
+
+One persistent CTA per SM, two CTAs a cluster. Tiles are 128 × 256 × 128. Three warpgroups: one warp loads through a ring of stages (TMA
+and mbarriers), two multiply, 64 rows each, as two wgmma of 64 × 128. A product of 128 of K is added to the float32 sum after scaling
+(the tensor core's own sum keeps 14 bits). What decides the speed is loading, not arithmetic, so a cluster shares what it can: the two CTAs
+take two row tiles of one expert and share its weight by multicast; where an expert has an odd row tile left, they take two column
+tiles of it and share the rows. Which, and in what order, stands in a work table made on the device (`xstage.moe.work_table`).
+
+Scales ride in the stage. The loop over K goes in unrolled rounds of a few stages, so that no wgmma is in flight across a back edge, which
+would make ptxas serialise them all. 192 of a thread's 232 registers are sums, hence an epilogue works on one half of 128 columns at a
+time; the first half's runs under the second half's last wgmma.
+
+One layer, or both of a MoE layer in one list of work, in any order that puts every Linear-1 entry of a row tile before its first Linear-2
+entry. Then a row tile of Linear-1's output is ready when `ready[tile]` has counted both warpgroups of all its column tiles:
+
+1. A warpgroup's copy to memory is complete (`wait_group 0` by the warp that issued it), and its scales are written; the warpgroup meets.
+2. That warp's fence and `red.release.gpu` add one. A warpgroup does this one tile later, when the copy is long done, and after its last.
+3. The loading warp of a Linear-2 tile acquires the full count (gpu scope), makes a proxy fence, and lets the copy engine read.
+
+Clusters take entries in turn, so each works through its own in the list's order; the smallest unfinished entry can always run, since all
+CTAs are resident. The wait is bounded.
+
+Epilogues (`xstage.moe.epilogues`): plain bf16; SwiGLU, routing weight and fp8 again; rows to slots anywhere.
+
+Not covered: N that 512 does not divide, K that 256 does not divide, row tiles other than 128.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from xstage.device import signals
+
+TILE_M, TILE_N, TILE_K = 128, 256, 128
+CLUSTER = 2
+THREADS = 384
+SCALES = TILE_M + 32  # floats of a stage: a scale per row, then four of the weight
+MATH_REGISTERS, LOAD_REGISTERS = 232, 40
+# A work table's entry: row tile << 12 | layer << 11 | column tile << 1 | whether the pair shares the rows (else the weight).
+ROW_SHIFT, LAYER_SHIFT, COLUMN_MASK = 12, 11, 1023
+
+
+class GroupedGemm:
+    """epilogues: one of `xstage.moe.epilogues` per layer. stages: of the ring. unroll: stages of a round; divides `stages` and K / 128.
+    count: the entry of `totals` that counts the work.
+    """
+
+    def __init__(self, epilogues: tuple[Any, ...], stages: int, unroll: int, count: int) -> None:
+        self.epilogues, self.stages, self.unroll, self.count = epilogues, stages, unroll, count
+
+    # Branches at run time carry `self` as an object without runtime values.
+    def __extract_mlir_values__(self) -> list[Any]:
+        return []
+
+    def __new_from_mlir_values__(self, values: list[Any]) -> GroupedGemm:
+        return self
+
+    @cute.jit
+    def __call__(
+        self, layers: Any, outputs: Any, tile_expert: cute.Tensor, work: cute.Tensor, totals: cute.Tensor, ready: Any, columns: Any,
+        ctas: Int32, stream: cuda.CUstream,
+    ) -> None:  # fmt: skip
+        """layers: per layer a uint8 [rows, K], weight uint8 [experts · N, K], a_scales float32 [K / 128, rows], weight_scales float32
+        [experts, K / 128, N / 128]. outputs: what each layer's epilogue takes. columns: N of each layer.
+        ready: of two layers, (int32 [row tiles], zeros; int64 control words; nanoseconds that a wait may take).
+        """
+        stages = self.stages
+        k_major = LayoutEnum.ROW_MAJOR.sm90_mma_major_mode()
+        # Two objects: one starts a sum, one goes on with it (a field set at run time does not survive a dynamic loop).
+        start, go_on = (
+            sm90.make_trivial_tiled_mma(Float8E4M3FN, Float8E4M3FN, k_major, k_major, Float32, (2, 1, 1), tiler_mn=(64, 128))
+            for _ in range(2)
+        )
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float8E4M3FN)
+        # One memory, seen in 128-row slots by wgmma and in boxes of 128 or 64 rows by the copies.
+        slots_a = cute.tile_to_shape(atom, (128, TILE_K, stages), (0, 1, 2))
+        slots_w = cute.tile_to_shape(atom, (128, TILE_K, 2 * stages), (0, 1, 2))
+        halves_a = cute.tile_to_shape(atom, (64, TILE_K, 2 * stages), (0, 1, 2))
+
+        @cute.struct
+        class Shared:
+            barriers: cute.struct.MemRange[Int64, 2 * stages]
+            scales: cute.struct.Align[cute.struct.MemRange[Float32, SCALES * stages], 128]
+            staging: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.epilogues[0].staging_bytes], 1024]
+            a: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(slots_a)], 1024]
+            w: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(slots_w)], 1024]
+
+        self.shared = Shared
+        sources = [self._source(layer, n, slots_a, slots_w, halves_a) for layer, n in zip(layers, columns, strict=True)]
+        targets = [epilogue.descriptors(out) for epilogue, out in zip(self.epilogues, outputs, strict=True)]
+        self.kernel(sources, targets, tile_expert, work, totals, ready, start, go_on, slots_a, slots_w, halves_a).launch(
+            grid=(ctas, 1, 1), block=[THREADS, 1, 1], cluster=(CLUSTER, 1, 1), stream=stream, min_blocks_per_mp=1
+        )
+
+    def _source(self, layer: Any, columns: Any, slots_a: Any, slots_w: Any, halves: Any) -> Any:
+        """What the loading warp needs of a layer: copies of whole boxes and of what a cluster shares, scales, sizes."""
+        one, shared = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileG2SMulticastOp()
+        a, weight = (cute.make_tensor(cute.recast_ptr(t.iterator, dtype=Float8E4M3FN), t.layout) for t in layer[:2])
+        box_a, box_w, half = (cute.slice_(layout, (None, None, 0)) for layout in (slots_a, slots_w, halves))
+        return (
+            cpasync.make_tiled_tma_atom(one, a, box_a, (128, TILE_K)),
+            cpasync.make_tiled_tma_atom(shared, a, half, (64, TILE_K), num_multicast=1),
+            cpasync.make_tiled_tma_atom(one, weight, box_w, (128, TILE_K)),
+            cpasync.make_tiled_tma_atom(shared, weight, box_w, (128, TILE_K), num_multicast=1),
+            *layer[2:], a.shape[0], a.shape[1] // TILE_K, columns // 128,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, sources: Any, targets: Any, tile_expert: cute.Tensor, work: cute.Tensor, totals: cute.Tensor, ready: Any,
+        start: cute.TiledMma, go_on: cute.TiledMma, slots_a: cute.ComposedLayout, slots_w: cute.ComposedLayout,
+        halves_a: cute.ComposedLayout,
+    ):  # fmt: skip
+        thread = cute.arch.thread_idx()[0]
+        block = cute.arch.block_idx()[0]
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        member = cute.arch.make_warp_uniform(block % CLUSTER)
+        shared = SmemAllocator().allocate(self.shared)
+        full = shared.barriers.data_ptr()
+        empty = full + self.stages
+        if warp == 0:
+            for source in sources:
+                cpasync.prefetch_descriptor(source[0][0])
+                cpasync.prefetch_descriptor(source[2][0])
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(self.stages):
+                    cute.arch.mbarrier_init(full + i, 1)
+                    cute.arch.mbarrier_init(empty + i, 8 * CLUSTER)  # every math warp of both CTAs
+        cute.arch.mbarrier_init_fence()
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_wait()
+
+        s_scales = shared.scales.get_tensor(cute.make_layout((SCALES, self.stages)))
+        entry, step, count = block // CLUSTER, cute.arch.grid_dim()[0] // CLUSTER, Int32(totals[self.count])
+        if thread // 128 == 2:
+            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            if warp == 8:
+                slots = [shared.a.get_tensor(slots_a.outer, swizzle=slots_a.inner), shared.a.get_tensor(halves_a.outer, swizzle=halves_a.inner), shared.w.get_tensor(slots_w.outer, swizzle=slots_w.inner)]  # fmt: skip  # noqa: E501
+                self._load(sources, slots, s_scales, tile_expert, work, ready, entry, step, count, member, full, empty)
+        else:
+            cute.arch.setmaxregister_increase(MATH_REGISTERS)
+            slice_ = start.get_slice(thread)
+            start.set(warpgroup.Field.ACCUMULATE, False)
+            go_on.set(warpgroup.Field.ACCUMULATE, True)
+            r_a = start.make_fragment_A(slice_.partition_A(shared.a.get_tensor(slots_a.outer, swizzle=slots_a.inner)))
+            r_w = start.make_fragment_B(slice_.partition_B(shared.w.get_tensor(slots_w.outer, swizzle=slots_w.inner)))
+            shape = slice_.partition_shape_C((128, 128))
+            product, first, second = (cute.make_rmem_tensor(shape, Float32) for _ in range(3))
+            first.fill(0.0)
+            second.fill(0.0)
+            fixed = (start, go_on, product, first, second, r_a, r_w, s_scales, full, empty)
+            for epilogue, target in zip(self.epilogues, targets, strict=True):
+                epilogue.begin(shared.staging, thread, target)
+            base, phase, unsaid = Int32(0), Int32(0), Int32(-1)
+            mine = work[cutlass.min(entry, count - 1) * 2 + member] if count > 0 else Int32(0)
+            while entry < count:
+                m, n, layer = mine >> ROW_SHIFT, (mine >> 1) & COLUMN_MASK, (mine >> LAYER_SHIFT) & 1
+                rounds = Int32(sources[0][7])
+                if const_expr(len(self.epilogues) == 1) or layer == 0:
+                    self.epilogues[0].warm(m)
+                else:
+                    self.epilogues[1].warm(m)
+                    rounds = Int32(sources[1][7])
+                for _ in cutlass.range(rounds // self.unroll - 1, unroll=1):
+                    self._round(-1, fixed, base, phase, m, n, layer)
+                    base, phase = self._next(base, phase)
+                if const_expr(len(self.epilogues) == 2):
+                    unsaid = self._say_ready(ready, unsaid)
+                entry += step
+                mine = work[cutlass.min(entry, count - 1) * 2 + member]
+                if const_expr(len(self.epilogues) == 1):
+                    self._round(0, fixed, base, phase, m, n, layer)
+                elif layer == 0:
+                    self._round(0, fixed, base, phase, m, n, layer)
+                    unsaid = m
+                else:
+                    self._round(1, fixed, base, phase, m, n, layer)
+                base, phase = self._next(base, phase)
+            if const_expr(len(self.epilogues) == 2):
+                self._say_ready(ready, unsaid)
+            for epilogue in self.epilogues:
+                epilogue.end()
+        # A CTA must not go while its partner may still multicast to it or arrive at its barriers.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+    @cute.jit
+    def _load(self, sources, slots, s_scales, tile_expert, work, ready, entry, step, count, member, full, empty):
+        """One warp: a stage's rows, weight and scales for every step of K of every tile."""
+        parts = [self._parts(source, slots) for source in sources]
+        stage, phase = Int32(0), Int32(0)
+        # What a tile needs to begin is looked up a tile ahead, the entry two: a look-up would leave the ring to run dry.
+        mine, following, expert = Int32(0), Int32(0), Int32(0)
+        if entry < count:
+            mine = work[entry * 2 + member]
+            following = work[cutlass.min(entry + step, count - 1) * 2 + member]
+            expert = tile_expert[mine >> ROW_SHIFT]
+        while entry < count:
+            next_expert = tile_expert[following >> ROW_SHIFT]
+            after_next = work[cutlass.min(entry + 2 * step, count - 1) * 2 + member]
+            if const_expr(len(sources) == 1) or (mine >> LAYER_SHIFT) & 1 == 0:
+                stage, phase = self._load_tile(sources[0], parts[0], s_scales, mine, expert, member, full, empty, stage, phase)
+            else:
+                self._wait_ready(ready, mine >> ROW_SHIFT, sources[0][8])
+                stage, phase = self._load_tile(sources[1], parts[1], s_scales, mine, expert, member, full, empty, stage, phase)
+            entry += step
+            mine, following, expert = following, after_next, next_expert
+
+    def _parts(self, source: Any, slots: Any) -> Any:
+        """Shared and global memory of each copy, box by box."""
+        boxes = ((0, slots[0], 128), (1, slots[1], 64), (2, slots[2], 128))
+        tiles = [(source[i], s, cute.local_tile(source[i][1], (rows, TILE_K), (None, None))) for i, s, rows in boxes]
+        return [
+            cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2))
+            for (atom, _), s, g in tiles
+        ]
+
+    @cute.jit
+    def _load_tile(self, source, parts, s_scales, mine, expert, member, full, empty, stage, phase) -> tuple[Int32, Int32]:
+        (load_a, _), (share_a, _), (load_w, _), (share_w, _), a_scales, weight_scales, rows, k_blocks, n_blocks = source
+        (to_a, from_a), (to_half, from_half), (to_w, from_w) = parts
+        m, n = mine >> ROW_SHIFT, (mine >> 1) & COLUMN_MASK
+        copy_scales = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        both = cutlass.Int16(3)
+        w_block = expert * n_blocks + n * 2
+        w_scale = expert * k_blocks * n_blocks + n // 2 * 4  # 16 bytes: the scales of this tile and of its neighbour
+        for k in cutlass.range(k_blocks, unroll=1):
+            cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+            bar = full + stage
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(bar, (TILE_M + TILE_N) * TILE_K + TILE_M * 4 + 16)
+            if mine & 1 == 0:
+                cute.copy(load_a, from_a[(None, m, k)], to_a[(None, stage)], tma_bar_ptr=bar)
+                at = (None, stage * 2 + member)
+                cute.copy(share_w, from_w[(None, w_block + member, k)], to_w[at], tma_bar_ptr=bar, mcast_mask=both)
+            else:
+                at = (None, stage * 2 + member)
+                cute.copy(share_a, from_half[(None, m * 2 + member, k)], to_half[at], tma_bar_ptr=bar, mcast_mask=both)
+                for i in cutlass.range_constexpr(2):
+                    cute.copy(load_w, from_w[(None, w_block + i, k)], to_w[(None, stage * 2 + i)], tma_bar_ptr=bar)
+            with cute.arch.elect_one():
+                for origin, target, size in (
+                    (a_scales.iterator + (k * rows + m * TILE_M), stage * SCALES, TILE_M),
+                    (weight_scales.iterator + (w_scale + k * n_blocks), stage * SCALES + TILE_M, 4),
+                ):
+                    layout = cute.make_layout(size)
+                    to_stage = cute.make_tensor((s_scales.iterator + target).align(16), layout)
+                    cute.copy(copy_scales, cute.make_tensor(origin.align(16), layout), to_stage, mbar_ptr=bar)
+            stage += 1
+            if stage == self.stages:
+                stage = Int32(0)
+                phase ^= 1
+        return stage, phase
+
+    @cute.jit
+    def _wait_ready(self, ready, m, blocks) -> None:
+        """Until Linear-1 has written row tile `m`: two warpgroups in each of `blocks` / 2 column tiles."""
+        counts, control, timeout_ns = ready
+        signals.wait_count_acquire_gpu(counts.iterator.toint() + Int64(m) * 4, Int32(blocks), control.iterator.toint(), timeout_ns)
+        cute.arch.fence_proxy("async")
+
+    @cute.jit
+    def _say_ready(self, ready, unsaid) -> Int32:
+        """Count this warpgroup's last Linear-1 tile, if it was not counted yet; its staging is free afterwards."""
+        if unsaid >= 0:
+            self.epilogues[0].drain()
+            if self.epilogues[0].leads:
+                cute.arch.fence_proxy("async")
+                with cute.arch.elect_one():
+                    signals.count_release_gpu(ready[0].iterator.toint() + Int64(unsaid) * 4)
+        return Int32(-1)
+
+    @cute.jit
+    def _round(self, last: cutlass.Constexpr[int], fixed, base, phase, m, n, layer) -> None:
+        """`unroll` stages from `base` on.
+
+        last: the layer if these are the tile's last, else -1. Then its first half goes through the epilogue under the second's last wgmma.
+        """
+        start, go_on, product, first, second, r_a, r_w, s_scales, full, empty = fixed
+        thread = cute.arch.thread_idx()[0]
+        row = thread // 32 * 16 + thread % 32 // 4  # this thread's first row of the tile; the other is 8 below
+        for i in cutlass.range_constexpr(self.unroll):
+            stage = base + i if const_expr(self.unroll < self.stages) else i
+            cute.arch.mbarrier_wait(full + stage, phase)
+            upper, lower = s_scales[(row, stage)], s_scales[(row + 8, stage)]
+            # Column block j of 8 within a wgmma: where gate and up take turns, the tile's two scales do; else each half has one.
+            turns = layer ^ 1 if const_expr(len(self.epilogues) == 2) else int(self.epilogues[0].alternating)
+            at = TILE_M + n % 2 * 2
+            for half in cutlass.range_constexpr(2):
+                even, odd = (at, at + turns) if const_expr(half == 0) else (at + (1 - turns), at + 1)
+                warpgroup.fence()
+                for k in cutlass.range_constexpr(4):
+                    mma = start if const_expr(k == 0) else go_on
+                    cute.gemm(mma, product, r_a[(None, None, k, stage)], r_w[(None, None, k, stage * 2 + half)], product)
+                warpgroup.commit_group()
+                scales = (s_scales[(even, stage)], s_scales[(odd, stage)])
+                factors = [(row_scale * scales[0], row_scale * scales[1]) for row_scale in (upper, lower)]
+                if const_expr(last >= 0 and i == self.unroll - 1 and half == 1):
+                    self.epilogues[last].half(0, first, second, m, n)
+                warpgroup.wait_group(0)
+                if const_expr(half == 1):
+                    lane = cute.arch.lane_idx()
+                    if lane < CLUSTER:  # the slot was filled from both CTAs, so both must know that it is free
+                        cute.arch.mbarrier_arrive(empty + stage, lane)
+                self._add(second if const_expr(half == 1) else first, product, *factors)
+        if const_expr(last >= 0):
+            self.epilogues[last].half(1, first, second, m, n)
+
+    @cute.jit
+    def _next(self, base: Int32, phase: Int32) -> tuple[Int32, Int32]:
+        """The stage after a round, and its phase."""
+        if const_expr(self.unroll == self.stages):
+            phase ^= 1
+        else:
+            base += self.unroll
+            if base == self.stages:
+                base = Int32(0)
+                phase ^= 1
+        return base, phase
+
+    @cute.jit
+    def _add(self, total: cute.Tensor, product: cute.Tensor, upper: Any, lower: Any) -> None:
+        """total += scale · product, in float32."""
+        for j in cutlass.range_constexpr(16):
+            for i in cutlass.range_constexpr(2):
+                for r, scales in ((0, upper), (1, lower)):
+                    at = ((i, r, j), 0, 0)
+                    total[at] = total[at] + scales[j % 2] * product[at]

@@ -1,0 +1,149 @@
+"""The grouped fp8 GEMMs of the layer, to call: argument checks of shapes, one compilation per configuration, launches on torch's stream.
+
+Which rows belong to which expert, and which tiles there are, is on the device (`xstage.moe.exchange`); nothing here waits for it. Kernel
+and epilogues: `gemm_sm90.py`, `epilogues.py`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64, Uint8
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from xstage.errors import XStageError
+from xstage.moe import epilogues
+from xstage.moe.gemm_sm90 import CLUSTER, TILE_K, GroupedGemm
+
+STAGES = 4  # as many as fit
+LINEAR1, LINEAR2 = 0, 1  # whose count of `totals` is meant
+
+
+def swiglu(
+    a: torch.Tensor, a_scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, tile_expert: torch.Tensor,
+    work: torch.Tensor, totals: torch.Tensor, row_weight: torch.Tensor, middle: torch.Tensor, middle_scales: torch.Tensor,
+    clamp: float | None = None,
+) -> None:  # fmt: skip
+    """Linear-1, SwiGLU, routing weight, fp8 again.
+
+    Args:
+        a: uint8 (e4m3) [rows, hidden]. a_scales: float32 [hidden / 128, rows].
+        weight: uint8 (e4m3) [experts, 2 · intermediate, hidden], gate and up mixed by `quantize.interleave_gate_up`.
+        weight_scales: float32 [experts, hidden / 128, intermediate / 128, 2]: of 128 gate rows, of 128 up rows.
+        tile_expert: int32 [rows / 128]. work, totals: see `xstage.moe.exchange`. row_weight: float32 [rows].
+        middle: uint8 (e4m3) [rows, intermediate], written. middle_scales: float32 [intermediate / 128, rows], written.
+        clamp: bound of the gate above and of up on both sides.
+
+    Raises:
+        XStageError: sizes that the kernel cannot take.
+    """
+    kernel = _compiled("swiglu", _unroll(a), clamp)
+    outputs = (middle, middle_scales, row_weight)
+    _launch(kernel, a, a_scales, weight, weight_scales.flatten(2), tile_expert, work, totals, outputs)
+
+
+def rows(
+    a: torch.Tensor, a_scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, tile_expert: torch.Tensor,
+    work: torch.Tensor, totals: torch.Tensor, row_slot: torch.Tensor,
+) -> None:  # fmt: skip
+    """Linear-2: each row's bf16 result to the address `row_slot` (int64 [rows], 0: nowhere), on this GPU or a peer. Else like `swiglu`.
+
+    weight: uint8 [experts, hidden, intermediate]. weight_scales: float32 [experts, intermediate / 128, hidden / 128].
+    """
+    _launch(_compiled("rows", _unroll(a)), a, a_scales, weight, weight_scales, tile_expert, work, totals, row_slot)
+
+
+def plain(
+    a: torch.Tensor, a_scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, tile_expert: torch.Tensor,
+    work: torch.Tensor, totals: torch.Tensor, out: torch.Tensor, which: int = LINEAR1,
+) -> None:  # fmt: skip
+    """The product alone: out bf16 [rows, N]. which: the entry of `totals` that counts the work. Else like `rows`."""
+    _launch(_compiled("plain", _unroll(a), which), a, a_scales, weight, weight_scales, tile_expert, work, totals, out)
+
+
+def both(
+    a: torch.Tensor, a_scales: torch.Tensor, weight1: torch.Tensor, weight1_scales: torch.Tensor, weight2: torch.Tensor,
+    weight2_scales: torch.Tensor, tile_expert: torch.Tensor, work: torch.Tensor, totals: torch.Tensor, row_weight: torch.Tensor,
+    middle: torch.Tensor, middle_scales: torch.Tensor, row_slot: torch.Tensor, ready: torch.Tensor, control: torch.Tensor,
+    timeout_ns: int, clamp: float | None = None,
+) -> None:  # fmt: skip
+    """`swiglu` and `rows` in one kernel, in the order of `work`, whose entries of Linear-2 have the bit `gemm_sm90.LAYER_SHIFT`.
+
+    ready: int32 [rows / 128], zeros; counts finished parts of Linear-1. control: int64 words; a wait gives up where the first is not zero.
+    timeout_ns: bound of a wait. totals: the first is the number of entries of `work`.
+    """
+    (experts, n1, k1), (_, n2, k2) = weight1.shape, weight2.shape
+    kernel = _compiled("both", min(_unroll(a), _unroll(middle)), clamp)
+    layers = (
+        (a, weight1.view(experts * n1, k1), a_scales, weight1_scales.flatten(2)),
+        (middle, weight2.view(experts * n2, k2), middle_scales, weight2_scales),
+    )
+    outputs = ((middle, middle_scales, row_weight), row_slot)
+    kernel(layers, outputs, tile_expert, work, totals, (ready, control, timeout_ns), (n1, n2), _ctas(a.device.index))
+
+
+def _unroll(a: torch.Tensor) -> int:
+    """Stages of a round: K is a whole number of rounds."""
+    for unroll in (4, 2):
+        if a.shape[1] % (TILE_K * unroll) == 0:
+            return unroll
+    raise XStageError(f"a: K is {a.shape[1]}; it must be a multiple of {2 * TILE_K}")
+
+
+def _launch(
+    kernel: Any, a: torch.Tensor, a_scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, tile_expert: torch.Tensor,
+    work: torch.Tensor, totals: torch.Tensor, outputs: Any,
+) -> None:  # fmt: skip
+    experts, columns, depth = weight.shape
+    if depth != a.shape[1] or columns % 512 or a.shape[0] % 128:
+        raise XStageError(f"weight: {tuple(weight.shape)} does not fit rows {tuple(a.shape)}: same K, N a multiple of 512, rows of 128")
+    layer = (a, weight.view(experts * columns, depth), a_scales, weight_scales)
+    kernel((layer,), (outputs,), tile_expert, work, totals, None, (columns,), _ctas(a.device.index))
+
+
+@cache
+def _ctas(device: int) -> int:
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return int(sms // CLUSTER * CLUSTER)
+
+
+@cache
+def _compiled(kind: str, unroll: int, option: Any = None) -> Any:
+    """Compiled once per process (about 3 s). option: the clamp of `swiglu`, which table of `plain`."""
+    rows, columns1, columns2 = cute.sym_int(divisibility=128), cute.sym_int(divisibility=4), cute.sym_int(divisibility=4)
+
+    def matrix(dtype: Any, shape: tuple[Any, ...], divisibility: int) -> Any:
+        strides = tuple(cute.sym_int64(divisibility=divisibility) for _ in shape[1:])
+        return make_fake_tensor(dtype, shape, stride=(*strides, 1), assumed_align=16)
+
+    def vector(dtype: Any) -> Any:
+        return make_fake_tensor(dtype, (cute.sym_int(),), stride=(1,), assumed_align=8 if dtype is Int64 else 4)
+
+    def wide() -> Any:
+        return cute.sym_int(divisibility=128)
+
+    def layer(columns: Any) -> Any:
+        return (
+            matrix(Uint8, (rows, wide()), 128), matrix(Uint8, (wide(), wide()), 128), matrix(Float32, (cute.sym_int(), rows), 4),
+            matrix(Float32, (cute.sym_int(), cute.sym_int(), columns), 4),
+        )  # fmt: skip
+
+    fp8 = (matrix(Uint8, (rows, wide()), 128), matrix(Float32, (cute.sym_int(), rows), 4), vector(Float32))
+    bf16 = matrix(cutlass.BFloat16, (rows, wide()), 128)
+    parts: tuple[Any, ...]
+    parts, outputs, count = {
+        "swiglu": ((epilogues.SwigluFp8(option),), (fp8,), LINEAR1),
+        "rows": ((epilogues.RowsToSlots(),), (vector(Int64),), LINEAR2),
+        "plain": ((epilogues.Plain(),), (bf16,), option),
+        "both": ((epilogues.SwigluFp8(option), epilogues.RowsToSlots()), (fp8, vector(Int64)), LINEAR1),
+    }[kind]
+    ready = (vector(Int32), vector(Int64), Int64(0)) if kind == "both" else None
+    layers = tuple(layer(columns) for _, columns in zip(parts, (columns1, columns2), strict=False))
+    return cute.compile(
+        GroupedGemm(parts, STAGES, unroll, count), layers, outputs, vector(Int32), vector(Int32), vector(Int32), ready,
+        tuple(Int32(512) for _ in parts), Int32(132), make_fake_stream(use_tvm_ffi_env_stream=True), options="--enable-tvm-ffi",
+    )  # fmt: skip

@@ -1,0 +1,173 @@
+"""Grouped fp8 GEMM on one Hopper GPU: against float64, on random loads of experts, with outputs poisoned.
+
+    python tests/gpu/test_grouped_gemm.py          # the same without pytest
+
+Covered: the three epilogues, rounds of 4 and 2 stages, one to many experts, empty experts, odd numbers of row tiles, padding rows, a clamp,
+values that are not finite, no work at all, the same bits twice. Not covered: speed (`xstage bench moe-layer`).
+"""
+
+import random
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"),
+]
+SIZES = [(512, 512), (1024, 512), (768, 1024), (256, 512), (2048, 1536), (4096, 2048)]  # K, N
+
+
+def work_table(loads: list[int], columns: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(tile_expert, work, entries) of experts with so many row tiles each: any order of entries will do."""
+    expert = [e for e, tiles in enumerate(loads) for _ in range(tiles)]
+    entries, m = [], 0
+    for tiles in loads:
+        for unit in range(m, m + tiles, 2):
+            alone = unit + 1 == m + tiles
+            for n in range(0, columns // 256, 2 if alone else 1):
+                shared, apart = unit << 12 | n << 1 | 1, unit << 12 | n << 1
+                entries.append((shared, shared + 2) if alone else (apart, apart + (1 << 12)))
+        m += tiles
+    random.Random(1).shuffle(entries)
+    flat = [word for entry in entries for word in entry] or [0]
+    return torch.tensor(expert or [0], dtype=torch.int32, device="cuda"), torch.tensor(flat, dtype=torch.int32, device="cuda"), len(entries)
+
+
+def problem(loads: list[int], k: int, n: int, spare: int = 1, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random e4m3 rows and weights with scales; `spare` row tiles at the end belong to nobody and hold NaN."""
+    from xstage.moe import quantize
+
+    torch.manual_seed(seed)
+    rows = 128 * (sum(loads) + spare)
+    x = torch.randn(rows, k, device="cuda") * torch.rand(rows, 1, device="cuda").add(0.2)
+    x[rows - 128 * spare :] = torch.nan
+    a, a_scales = quantize.quantize_activations(x)
+    w, w_scales = quantize.quantize_weights(torch.randn(len(loads), n, k, device="cuda") * k**-0.5 * 4)
+    tile_expert, work, entries = work_table(loads, n)
+    totals = torch.tensor([entries, entries, sum(loads), 128 * sum(loads)], dtype=torch.int32, device="cuda")
+    return {"a": a, "a_scales": a_scales, "w": w, "w_scales": w_scales, "tile_expert": tile_expert, "work": work, "totals": totals}
+
+
+def exact(p: dict[str, torch.Tensor], loads: list[int], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """[rows of experts, N] in `dtype` from the dequantised operands."""
+    from xstage.moe import quantize
+
+    a = quantize.dequantize_activations(p["a"], p["a_scales"], dtype)
+    parts, m = [], 0
+    for e, tiles in enumerate(loads):
+        w = quantize.dequantize_weights(p["w"][e], p["w_scales"][e], dtype)
+        parts.append(a[128 * m : 128 * (m + tiles)] @ w.T)
+        m += tiles
+    return torch.cat(parts)
+
+
+def arguments(p: dict[str, torch.Tensor], mixed: bool) -> list[torch.Tensor]:
+    from xstage.moe import quantize
+
+    w, scales = p["w"].view(torch.uint8), p["w_scales"].transpose(1, 2).contiguous()
+    if mixed:
+        w = quantize.interleave_gate_up(w)
+        scales = scales.unflatten(2, (2, -1)).transpose(2, 3).contiguous()
+    return [p["a"].view(torch.uint8), p["a_scales"].T.contiguous(), w, scales, p["tile_expert"], p["work"], p["totals"]]
+
+
+def loads_of(draw: random.Random, most: int) -> list[int]:
+    return draw.choice([[1], [2], [0, 3, 0], [draw.randint(0, 3) for _ in range(draw.randint(1, most))], [7, 0, 1, 1]])
+
+
+def relative(value: torch.Tensor, true: torch.Tensor) -> float:
+    return float((value.double() - true).norm() / true.norm())
+
+
+@pytest.mark.parametrize(("k", "n"), SIZES)
+def test_product_and_rows_to_slots(k: int, n: int) -> None:
+    from xstage.moe import grouped_gemm
+
+    draw = random.Random(k + n)
+    for seed in range(4):
+        loads = loads_of(draw, 20)
+        if not sum(loads):
+            continue
+        p = problem(loads, k, n, seed=seed)
+        true = exact(p, loads)
+        out = torch.full((p["a"].shape[0], n), torch.nan, dtype=torch.bfloat16, device="cuda")
+        grouped_gemm.plain(*arguments(p, False), out)
+        used = 128 * sum(loads)
+        assert relative(out[:used], true) < 2 * relative(true.bfloat16(), true)
+        assert out[used:].isnan().all()
+        again = torch.full_like(out, torch.nan)
+        grouped_gemm.plain(*arguments(p, False), again)
+        assert torch.equal(again[:used], out[:used])
+
+        # Rows in a random order, some to nowhere.
+        slots = torch.full((used + 5, n), torch.nan, dtype=torch.bfloat16, device="cuda")
+        place = torch.randperm(used, device="cuda")
+        address = slots.data_ptr() + place * (2 * n)
+        keep = torch.rand(used, device="cuda") < 0.9
+        row_slot = torch.zeros(p["a"].shape[0], dtype=torch.int64, device="cuda")
+        row_slot[:used] = torch.where(keep, address, 0)
+        grouped_gemm.rows(*arguments(p, False), row_slot)
+        want = torch.full_like(slots, torch.nan)
+        want[place[keep]] = out[:used][keep]
+        assert torch.equal(slots.view(torch.int16), want.view(torch.int16))
+
+
+@pytest.mark.parametrize("clamp", [None, 1.5])
+@pytest.mark.parametrize(("k", "n"), SIZES)
+def test_swiglu(k: int, n: int, clamp: float | None) -> None:
+    from xstage.moe import grouped_gemm, quantize
+    from xstage.moe.reference import swiglu
+
+    draw = random.Random(k * n)
+    for seed in range(3):
+        loads = loads_of(draw, 20)
+        if not sum(loads):
+            continue
+        p = problem(loads, k, n, seed=seed)
+        rows, used = p["a"].shape[0], 128 * sum(loads)
+        weight = torch.rand(rows, device="cuda")
+        middle = torch.full((rows, n // 2), 0xFF, dtype=torch.uint8, device="cuda")
+        scales = torch.full((n // 256, rows), torch.nan, device="cuda")
+        grouped_gemm.swiglu(*arguments(p, True), weight, middle, scales, clamp)
+        got = quantize.dequantize_activations(middle.view(torch.float8_e4m3fn)[:used], scales.T[:used], torch.float64)
+        true = swiglu(exact(p, loads), clamp) * weight[:used, None].double()
+        elements, torch_scales = quantize.quantize_activations(swiglu(exact(p, loads, torch.float32), clamp))
+        torch_scales = torch_scales * weight[:used, None]
+        plain = quantize.dequantize_activations(elements, torch_scales, torch.float64)
+        assert relative(got, true) < 1.02 * relative(plain, true)
+        assert (scales.T[:used] / torch_scales - 1).abs().max() < 2e-3
+        assert (middle[used:] == 0xFF).all()
+        assert scales[:, used:].isnan().all()
+
+
+def test_not_finite_stays_visible_and_alone() -> None:
+    from xstage.moe import grouped_gemm, quantize
+
+    p = problem([1], 512, 512)
+    arguments_ = arguments(p, True)
+    weight = torch.ones(256, device="cuda")
+    weight[3], weight[5], weight[7] = torch.inf, torch.nan, 0.0
+    middle = torch.zeros(256, 256, dtype=torch.uint8, device="cuda")
+    scales = torch.zeros(2, 256, device="cuda")
+    grouped_gemm.swiglu(*arguments_, weight, middle, scales)
+    value = quantize.dequantize_activations(middle.view(torch.float8_e4m3fn), scales.T.contiguous())[:128]
+    assert not value[3].isfinite().any()
+    assert value[5].isnan().all()
+    assert (value[7] == 0).all()
+    assert value[[i for i in range(128) if i not in (3, 5)]].isfinite().all()
+
+
+def test_no_work() -> None:
+    from xstage.moe import grouped_gemm
+
+    p = problem([1], 512, 512)
+    p["totals"].zero_()
+    out = torch.full((256, 512), 3.0, dtype=torch.bfloat16, device="cuda")
+    grouped_gemm.plain(*arguments(p, False), out)
+    torch.cuda.synchronize()
+    assert (out == 3.0).all()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q", "-p", "no:cacheprovider", "-x"]))
