@@ -21,6 +21,7 @@ from flash_attn.cute.utils import AuxData
 from quack.compile_utils import make_fake_tensor
 
 from xstage.attention import kernel_sm90
+from xstage.device.meeting import compiled_meeting
 
 
 def stock(dtype: str, head_dim: int, queries_per_kv: int, causal: bool) -> Any:
@@ -65,7 +66,8 @@ def main() -> None:
     tool = disassembler()
     for name in sys.argv[1:]:
         if name.startswith("meeting"):
-            kernel = kernel_sm90.compiled_meeting(*(int(word) for word in name.split(",")[1:]))
+            world, kind, ahead = (int(word) for word in name.split(",")[1:])
+            kernel = compiled_meeting(world, kind, kind == kernel_sm90.DONE, ahead == 1)
             out[name] = {"ptx": content(kernel.__ptx__).decode(), "sass": disassembled(tool, content(kernel.__cubin__))}
             continue
         kind, dtype, head_dim, group, causal, *rest = name.split(",")

@@ -143,7 +143,8 @@ def test_refusals(alone: None) -> None:
 def test_status_words_name_rank_phase_and_tag() -> None:
     from xstage.symmetric import describe_status
 
-    text = describe_status(7 << 32 | 1 << 16 | 1 << 8 | 2, [4, 9], 0, "attention-a2a/0/1", 2.5)
+    phases = ("entered", "done")
+    text = describe_status(7 << 32 | 1 << 16 | 1 << 8 | 2, phases, [4, 9], 0, "attention-a2a/0/1", 2.5)
     assert text == "rank 9 did not arrive within 2.5 s (rank 4, phase done, tag 'attention-a2a/0/1', call 7); the output is not complete"
-    assert "gave up" in describe_status(7 << 32 | 3 << 16 | 0 << 8 | 2, [4, 9], 1, "t", 1)
-    assert "other shapes" in describe_status(7 << 32 | 2 << 16 | 0 << 8 | 1, [4, 9], 1, "t", 1)
+    assert "gave up" in describe_status(7 << 32 | 3 << 16 | 0 << 8 | 2, phases, [4, 9], 1, "t", 1)
+    assert "other shapes" in describe_status(7 << 32 | 2 << 16 | 0 << 8 | 1, phases, [4, 9], 1, "t", 1)

@@ -52,16 +52,17 @@ def test_size_by_hand() -> None:
     # 131,072 pairs, 64 experts: ⌊(131072 + 64 · 127) / 128⌋ = 1087 tiles.
     assert layout.rows == 1087 * 128 == 139_136
     assert {r.name: r.size_bytes for r in layout.regions} == {
+        "signals": 3 * 2 * 8,
         "counts": 2 * 128 * 4,
         "sources": 139_136 * 16,
         "activations": 139_136 * 2048,
         "activation_scales": 139_136 * 64,
         "combine": 8192 * 8 * 2048 * 2,
     }
-    assert layout.size_bytes == 564_517_888
+    assert layout.size_bytes == 564_518_016
     text = layout.describe()
-    assert text.splitlines()[-1].split() == ["total", "564,517,888", "bytes", "per", "rank,", "538.4", "MiB"]
-    assert len(text.splitlines()) == 7
+    assert text.splitlines()[-1].split() == ["total", "564,518,016", "bytes", "per", "rank,", "538.4", "MiB"]
+    assert len(text.splitlines()) == 8
     assert "float8_e4m3fn [139,136, 2,048]" in text
     wide = BufferLayout(2, m.experts, m.hidden, m.top_k, 8192, 128, "bf16")
     assert wide.size_bytes == layout.size_bytes + 139_136 * (2048 - 64)

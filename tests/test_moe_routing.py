@@ -141,3 +141,37 @@ def test_k_hot_and_description() -> None:
     for hot in (2, 17):
         with pytest.raises(XStageError, match="hot"):
             loads.k_hot(100, 16, 3, hot)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "experts", "top_k", "share", "alpha"),
+    [(2, 512, 10, 0.5, 0.0), (2, 64, 8, 7 / 8, 1.0), (4, 64, 4, 0.3, 0.0), (2, 16, 8, 0.0, 0.0), (2, 16, 8, 1.0, 2.0), (1, 8, 8, 0.0, 0.0)],
+)
+def test_a_given_share_leaves(ranks: int, experts: int, top_k: int, share: float, alpha: float) -> None:
+    tokens, mine = 203, experts // ranks
+    all_ranks = [routing.draw_remote(tokens, experts, top_k, ranks=ranks, me=me, share=share, alpha=alpha, seed=5) for me in range(ranks)]
+    for me, idx in enumerate(all_ranks):
+        assert idx.shape == (tokens, top_k)
+        assert idx.dtype == torch.int64
+        assert int(idx.min()) >= 0
+        assert int(idx.max()) < experts
+        assert all(len(set(row)) == top_k for row in idx.tolist())
+        leaving = (idx // mine != me).sum(1)
+        assert int(leaving.sum()) == round(share * tokens * top_k)
+        assert int(leaving.max()) - int(leaving.min()) <= 1
+        assert torch.equal(idx, routing.draw_remote(tokens, experts, top_k, ranks=ranks, me=me, share=share, alpha=alpha, seed=5))
+    if alpha and share < 1:
+        # The same experts are hot for every rank, whether near or far.
+        counts = [routing.count(idx, experts).double() for idx in all_ranks]
+        assert float(torch.corrcoef(torch.stack([c[:mine] for c in counts]))[0, 1]) > 0.8
+        assert not torch.equal(all_ranks[0] % mine, all_ranks[1] % mine)
+
+
+def test_a_share_that_cannot_be() -> None:
+    with pytest.raises(XStageError, match=r"share: 1.5 must lie in 0 … 1"):
+        routing.draw_remote(8, 8, 2, ranks=2, me=0, share=1.5)
+    with pytest.raises(XStageError, match="needs 4 distinct picks of a token where this rank has 2 experts"):
+        routing.draw_remote(8, 4, 4, ranks=2, me=0, share=0.0)
+    with pytest.raises(XStageError, match="needs 4 distinct picks of a token where other ranks have 2 experts"):
+        routing.draw_remote(8, 4, 4, ranks=2, me=0, share=1.0)
+    assert routing.draw_remote(0, 4, 2, ranks=2, me=1, share=0.5).shape == (0, 2)

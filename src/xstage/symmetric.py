@@ -29,8 +29,6 @@ from xstage.errors import PeerTimeout, UnsuitableMachine, XStageError
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
-PHASES = {1: "entered", 2: "done"}
-
 
 def ranks_of(group: dist.ProcessGroup) -> list[int]:
     """Global ranks of a group, in group order."""
@@ -141,11 +139,17 @@ class Agreement:
 
 
 class Watch:
-    """Status word of the kernels of one object: 0, or generation << 32 | reason << 16 | peer << 8 | phase."""
+    """Status word of the kernels of one object: 0, or generation << 32 | reason << 16 | peer << 8 | phase, phases counted from 1.
 
-    def __init__(self, group: dist.ProcessGroup, tag: str, timeout_s: float):
+    Args:
+        group: whose ranks meet. tag: names the object in errors. timeout_s: bound of a wait.
+        phases: names of the object's kinds of meetings, in order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, tag: str, timeout_s: float, phases: Sequence[str]):
         self._word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         self._rank, self._ranks, self._tag, self._timeout_s = group.rank(), ranks_of(group), tag, timeout_s
+        self._phases = tuple(phases)
 
     @property
     def address(self) -> int:
@@ -160,12 +164,13 @@ class Watch:
         """
         word = int(self._word[0])
         if word:
-            raise PeerTimeout(describe_status(word, self._ranks, self._rank, self._tag, self._timeout_s))
+            raise PeerTimeout(describe_status(word, self._phases, self._ranks, self._rank, self._tag, self._timeout_s))
 
 
-def describe_status(word: int, ranks: Sequence[int], rank: int, tag: str, timeout_s: float) -> str:
+def describe_status(word: int, phases: Sequence[str], ranks: Sequence[int], rank: int, tag: str, timeout_s: float) -> str:
     """The sentence for a status word."""
-    phase = PHASES.get(word & 0xFF, f"phase {word & 0xFF}")
+    number = word & 0xFF
+    phase = phases[number - 1] if 1 <= number <= len(phases) else f"number {number}"
     peer, reason, generation = ranks[word >> 8 & 0xFF], word >> 16 & 0xFF, word >> 32
     where = f"(rank {ranks[rank]}, phase {phase}, tag {tag!r}, call {generation})"
     if reason == 1:

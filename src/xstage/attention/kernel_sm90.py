@@ -12,8 +12,8 @@ What is changed of flash-attn-4's `FlashAttentionForwardSm90` (everything else, 
 
 With `lookup="thread"` each thread loads the addresses of its rows itself, and the idle warp only brings them into the L1 cache.
 
-Kernels of one warp (`Meeting`) stand around it on the stream. `Meeting(DONE)` follows: it tells every rank that this one is done, and
-waits for all of them. `Meeting(ENTERED)` goes before where a peer may still be reading what this call overwrites.
+Kernels of one warp (`xstage.device.meeting`) stand around it on the stream. `Meeting(DONE)` follows: it tells every rank that this one
+is done, and waits for all of them. `Meeting(ENTERED)` goes before where a peer may still be reading what this call overwrites.
 
 Signals inside the attention kernel were built and measured first (a persistent form, then an entry check by an idle warp). Both cost
 the compiler its schedule of the mainloop, 2 to 4% of the kernel; docs/attention.md has the figures.
@@ -43,7 +43,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
@@ -59,14 +58,10 @@ from quack.compile_utils import make_fake_tensor
 from quack.cute_dsl_utils import ParamsBase
 
 from xstage.attention.layout import BLOCK_BITS, HEAD_BITS
-from xstage.device import signals
+from xstage.device.meeting import FAILED, fake_words
 from xstage.device.stores import prefetch_l1, thread_anew
 
-# Words of the control block (local memory, int64); the host makes it, see `op.py`.
-GENERATION, FAILED, CONTROL_WORDS = 0, 1, 2
-# Words of a call's description (int64). Addresses of every rank's signal words follow at PEERS.
-SIGNATURE, RANK, TIMEOUT_NS, STATUS_ADDRESS, PEERS = 0, 1, 2, 3, 4
-# A rank's signal words: `entered` of every rank, then `done` of every rank.
+# Kinds of meetings: a rank's signal words are `entered` of every rank, then `done` of every rank. `done` ends a call.
 ENTERED, DONE = 0, 1
 
 
@@ -129,93 +124,6 @@ class _GridOf:
 
     def launch(self, *, grid: Any, **options: Any) -> None:
         self._call.launch(grid=(self._tiles.shape[0], 1, 1), **options)
-
-
-class Protocol:
-    """What a meeting does with the signal words of a call; `world` ranks."""
-
-    def __init__(self, world: int, control: cute.Tensor, call: cute.Tensor, words: cute.Tensor):
-        self.world, self.control, self.call, self.words = world, control, call, words
-
-    # Branches at run time carry `self` as an object without runtime values.
-    def __extract_mlir_values__(self) -> list[Any]:
-        return []
-
-    def __new_from_mlir_values__(self, values: list[Any]) -> Protocol:
-        return self
-
-    @cute.jit
-    def generation(self) -> Int32:
-        return Int32(self.control[GENERATION]) + 1
-
-    def failed_address(self) -> Int64:
-        return self.control.iterator.toint() + 8 * FAILED
-
-    @cute.jit
-    def publish(self, kind: cutlass.Constexpr[int], peer: Int32, what: Int64) -> None:
-        """Tell `peer` this call's generation and `what` it is about: the signature, or that this rank gave up."""
-        slot = 8 * (Int64(kind * self.world) + self.call[RANK])
-        word = (Int64(self.generation()) << 32) | what
-        signals.store_release_sys(self.call[PEERS + peer] + slot, word)
-
-    @cute.jit
-    def wait(self, kind: cutlass.Constexpr[int], peer: Int32) -> Int32:
-        """Wait for `peer`'s signal of this call. 1, and a status word, if it did not come, is about something else, or says that
-        the peer gave up; 1 too if this rank has failed before.
-        """
-        generation, signature, failed = self.generation(), self.call[SIGNATURE], self.failed_address()
-        address = self.words.iterator.toint() + 8 * (Int64(kind * self.world) + Int64(peer))
-        word = signals.wait_for_generation(address, generation, failed, self.call[TIMEOUT_NS])
-        late = Int32(word >> 32) - generation < 0
-        # A peer that does not wait may be a call ahead; its word then says nothing about this one.
-        what = word & 0xFFFFFFFF
-        other = (Int32(word >> 32) == generation) & (what != signature)
-        broken = signals.load_relaxed_gpu(failed) != 0
-        refused = Int32(0)
-        if late or other or broken:
-            refused = Int32(1)
-            reason = Int64(signals.MISMATCH)
-            if what == signals.GAVE_UP:
-                reason = Int64(signals.PEER_GAVE_UP)
-            if late:
-                reason = Int64(signals.TIMED_OUT)
-            status = (Int64(generation) << 32) | (reason << 16) | (Int64(peer) << 8) | Int64(kind + 1)
-            if signals.claim_gpu(failed, status) == 0:
-                signals.store_relaxed_sys(self.call[STATUS_ADDRESS], status)
-        return refused
-
-
-class Meeting:
-    """One warp: publish `kind` to every rank, then wait for every rank's. After `DONE` it advances the generation.
-
-    With `ahead` it is launched while the kernel before it on the stream still runs (programmatic dependent launch), and waits for that
-    kernel's end and for its stores, as kernel order would have it, before it does anything.
-    """
-
-    def __init__(self, world: int, kind: int, ahead: bool = False):
-        self.world, self.kind, self.ahead = world, kind, ahead
-
-    @cute.jit
-    def __call__(self, control: cute.Tensor, call: cute.Tensor, words: cute.Tensor, stream: cuda.CUstream) -> None:
-        self.kernel(control, call, words).launch(grid=(1, 1, 1), block=[32, 1, 1], stream=stream, use_pdl=self.ahead)
-
-    @cute.kernel
-    def kernel(self, control: cute.Tensor, call: cute.Tensor, words: cute.Tensor):
-        if const_expr(self.ahead):
-            cute.arch.griddepcontrol_wait()
-        protocol = Protocol(self.world, control, call, words)
-        lane = cute.arch.thread_idx()[0]
-        if lane < self.world:
-            # A rank that refused stored nothing: peers must not take its rows for complete.
-            what = call[SIGNATURE]
-            if signals.load_relaxed_gpu(protocol.failed_address()) != 0:
-                what = Int64(signals.GAVE_UP)
-            protocol.publish(self.kind, lane, what)
-            protocol.wait(self.kind, lane)
-        if const_expr(self.kind == DONE):
-            cute.arch.sync_warp()
-            if lane == 0:
-                control[GENERATION] = Int64(protocol.generation())
 
 
 class AttentionA2ASm90(FlashAttentionForwardSm90):
@@ -428,7 +336,7 @@ def compiled(
         cute.runtime.make_fake_tensor(Int64, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1), assumed_align=8)
         for _ in range(2 if with_lse else 1)
     ]
-    aux = AuxData([tiles, rows[0], *_words(3), *rows[1:]], None)
+    aux = AuxData([tiles, rows[0], *fake_words(3), *rows[1:]], None)
     return cute.compile(
         kernel, q, k, v, q, None, Float32(1.0), *[None] * 9, aux, None, None,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -436,19 +344,8 @@ def compiled(
     )  # fmt: skip
 
 
-@cache
-def compiled_meeting(world: int, kind: int, ahead: bool = False) -> Any:
-    """A meeting of `world` ranks; call it with (control, call, signals), it runs on torch's current stream."""
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(Meeting(world, kind, ahead), *_words(3), stream, options="--enable-tvm-ffi")
-
-
 def launch(
     kernel: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, tables: Sequence[torch.Tensor]
 ) -> None:  # fmt: skip
     """Launch attention on torch's current stream. `tables` in the order of `Tables`; nothing is written but through them."""
     kernel(q, k, v, q, None, softmax_scale, *[None] * 9, AuxData(list(tables), None), None, None)
-
-
-def _words(count: int) -> list[Any]:
-    return [cute.runtime.make_fake_tensor(Int64, (cute.sym_int(),), stride=(1,), assumed_align=8) for _ in range(count)]

@@ -48,6 +48,7 @@ LOOKUPS = ("warp", "thread")
 LAST_LAUNCHES = ("after", "ahead")
 HEAD_DIMS = (64, 96, 128, 256)
 _SIGNAL_BYTES = 4 * KiB
+_PHASES = ("entered", "done")  # names of `kernel_sm90`'s kinds of meetings
 _L2_BYTES = 50 * 1024 * KiB  # what FA4 assumes for keys and values, causal order
 # Low end of the knee of isolated, aligned bursts of 16-byte stores, 132 producers, two H200: what a wave may send at once.
 _KNEE_BYTES_PER_SM = 24 * KiB
@@ -315,7 +316,7 @@ class AttentionA2A:
             self._buffer = None
             return [reason or failure for reason, failure in zip(reasons, failures, strict=True)]
         self._control = torch.zeros(2, dtype=torch.int64, device=self.device)
-        self._watch = Watch(self.group, self.tag, self.timeout_s)
+        self._watch = Watch(self.group, self.tag, self.timeout_s, _PHASES)
         self._signals = self._buffer.view(0, (2 * self.world,), torch.int64) if self._buffer else None
         return reasons
 
@@ -373,6 +374,7 @@ class AttentionA2A:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, call: _Call
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         from xstage.attention import kernel_sm90
+        from xstage.device.meeting import compiled_meeting
 
         variant, group = call.variant, self.heads_per_rank[self.rank] // self.kv_heads_per_rank[self.rank]
         plan = self._plans.get(call)
@@ -391,10 +393,10 @@ class AttentionA2A:
             tables.append(plan.lse_rows[turn])
         meeting = (self._control, plan.calls[turn], self._signals)
         if self._must_meet(variant):
-            kernel_sm90.compiled_meeting(self.world, kernel_sm90.ENTERED)(*meeting)
+            compiled_meeting(self.world, kernel_sm90.ENTERED, False)(*meeting)
         kernel_sm90.launch(kernel, q, k, v, scale, tables)
         if variant.finish == "wait":
-            kernel_sm90.compiled_meeting(self.world, kernel_sm90.DONE, variant.last == "ahead")(*meeting)
+            compiled_meeting(self.world, kernel_sm90.DONE, True, variant.last == "ahead")(*meeting)
         return plan.outs[turn], plan.lses[turn].transpose(1, 2) if call.return_lse else None
 
     def _must_meet(self, variant: Variant) -> bool:

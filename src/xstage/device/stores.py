@@ -19,6 +19,18 @@ def store_16(address: Int64, a: Int32, b: Int32, c: Int32, d: Int32) -> None:
 
 
 @cute.jit
+def store_4(address: Int64, word: Int32) -> None:
+    """4-byte weak store."""
+    cute.arch.inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[address, word])
+
+
+@cute.jit
+def store_8(address: Int64, a: Int32, b: Int32) -> None:
+    """8-byte weak store of two words; `address` is 8-byte aligned."""
+    cute.arch.inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, a, b])
+
+
+@cute.jit
 def bulk_store(address: Int64, shared_address: Int32, size: Int32) -> None:
     """Hand `size` bytes (a multiple of 16) of shared memory to the copy engine; one thread calls it.
 

@@ -6,6 +6,7 @@ counts of all ranks everybody derives the same place of every row (`xstage.moe.r
 
 Regions, in order; each starts at a multiple of 128 bytes, each row at a multiple of 16:
 
+* `signals`, int64 [meetings · ranks]: word kind · ranks + r is stored by rank r when it comes to that meeting (`xstage.device.meeting`).
 * `counts`, int32 [ranks, experts]: row r is stored by rank r, its rows per expert.
 * `sources`, 4 × int32 per row: source rank, token, pick, and the bits of the float32 routing weight. One 16-byte store.
 * `activations`: the row, `hidden` elements.
@@ -16,7 +17,7 @@ The number of rows is the most that any routing can bring to a rank, P = ranks �
 experts: ⌊(P + n · (tile − 1)) / tile⌋ tiles. Picks need not be distinct for it to hold. It grows with every argument; with more ranks
 at the same number of experts per rank, and with the tile from one multiple to the next.
 
-Not covered: rings or pools smaller than the worst case, a second buffer for the next call, signal words of kernels.
+Not covered: rings or pools smaller than the worst case, a second buffer for the next call.
 """
 
 from __future__ import annotations
@@ -30,9 +31,15 @@ ALIGNMENT = 128
 ROW_ALIGNMENT = 16
 SCALE_COLUMNS = 128
 SOURCE_WORDS = 4
+# Limits of the kernels, and the tokens that they count together.
+MAX_RANKS, MAX_PICKS, MAX_EXPERTS = 32, 32, 1024
+CHUNK_TOKENS = 128
+# Meetings of a call, in order: counts are known, rows have arrived, results have arrived.
+MEETINGS = ("counted", "dispatched", "combined")
+COUNTED, DISPATCHED, COMBINED = range(len(MEETINGS))
 # Element of activations, element of combine slots. float64 is for the reference.
 ELEMENTS = {"fp8": ("float8_e4m3fn", "bfloat16"), "bf16": ("bfloat16", "bfloat16"), "float64": ("float64", "float64")}
-ITEM_BYTES = {"int32": 4, "float32": 4, "float8_e4m3fn": 1, "bfloat16": 2, "float64": 8}
+ITEM_BYTES = {"int64": 8, "int32": 4, "float32": 4, "float8_e4m3fn": 1, "bfloat16": 2, "float64": 8}
 
 
 def padded_rows(pairs: int, experts: int, tile: int) -> int:
@@ -105,13 +112,14 @@ class BufferLayout:
     def regions(self) -> tuple[Region, ...]:
         element, result = ELEMENTS[self.precision]
         wanted = [
+            ("signals", 1, len(MEETINGS) * self.ranks, "int64"),
             ("counts", self.ranks, self.experts, "int32"),
             ("sources", self.rows, SOURCE_WORDS, "int32"),
             ("activations", self.rows, self.hidden, element),
             ("combine", self.max_tokens_per_rank * self.top_k, self.hidden, result),
         ]
         if self.precision == "fp8":
-            wanted.insert(3, ("activation_scales", self.rows, self.hidden // SCALE_COLUMNS, "float32"))
+            wanted.insert(4, ("activation_scales", self.rows, self.hidden // SCALE_COLUMNS, "float32"))
         regions, offset = [], 0
         for name, rows, columns, dtype in wanted:
             region = Region(name, offset, rows, columns, dtype, _up(columns * ITEM_BYTES[dtype], ROW_ALIGNMENT))

@@ -1,0 +1,304 @@
+"""Rows to their experts and results back, for the ranks of one host: everything of an expert-parallel layer but its GEMMs.
+
+    exchange = Exchange(layout, intermediate=1024, group=group, device=device, tag="moe/0/1")
+    exchange.dispatch(x, None, topk_idx, topk_weights)      # rows of all ranks are here, and what the GEMMs have to do
+    …                                                       # Linear-1, SwiGLU, Linear-2, which stores results to `row_slot`
+    exchange.combine(topk_idx, out)                         # meets the peers, then adds the slots of every token
+
+`dispatch` is five kernels: count, plan (which meets the peers in its middle: `counted`), dispatch, a meeting (`dispatched`), arrange.
+`combine` is two: a meeting (`combined`), reduce. Nothing waits on the host, shapes are fixed, counts live on the device: legal in CUDA
+graphs whose routing changes between replays. Call both once with the same dtypes before a capture, or `prepare`: kernels are compiled then.
+
+One buffer serves every call. Call g + 1 overwrites nothing that call g still reads:
+
+* A peer's dispatch of g + 1 stores into this rank's activations, scales and sources after that peer passed `combined` of g, which this
+  rank published after its Linear-2, and so after `arrange` and both GEMMs have read them.
+* A peer's plan of g + 1 stores into this rank's counts after it passed `combined` of g; this rank's plan of g came long before.
+* A peer's Linear-2 of g + 1 stores into this rank's combine slots after that peer passed `dispatched` of g + 1, which this rank
+  published after its reduce of g: kernels of a rank run in the order of its stream.
+
+So calls of an object must be ordered on each rank, and come in the same order on every rank. A wait that gives up says so at `check` or at
+the next call, and nothing is stored from then on: an object that failed is not used again.
+
+Not covered: several hosts, rings smaller than the worst routing, overlap of dispatch and Linear-1, precisions other than fp8.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from xstage.errors import XStageError
+from xstage.moe.layout import (
+    CHUNK_TOKENS,
+    COMBINED,
+    DISPATCHED,
+    ITEM_BYTES,
+    MAX_EXPERTS,
+    MAX_PICKS,
+    MAX_RANKS,
+    MEETINGS,
+    BufferLayout,
+)
+from xstage.moe.work_table import MAX_COLUMN_TILES, MAX_ROW_TILES, TILE_COLUMNS, TILE_ROWS
+from xstage.symmetric import Agreement, SymmetricBuffer, Watch
+
+HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE = 512, 256
+_ROWS = {torch.bfloat16: False, torch.float8_e4m3fn: True, torch.uint8: True}  # dtype of x: is it quantised?
+
+
+def check_layout(layout: BufferLayout, intermediate: int) -> None:
+    """Refuse what the kernels cannot take.
+
+    Raises:
+        XStageError: naming the argument, its value and the limit.
+    """
+    if layout.precision != "fp8":
+        raise XStageError(f"precision: {layout.precision!r} is not 'fp8', the only one with kernels")
+    if layout.tile != TILE_ROWS:
+        raise XStageError(f"tile: {layout.tile} is not {TILE_ROWS}, the kernels' rows of a tile")
+    for name, value, multiple in (("hidden", layout.hidden, HIDDEN_MULTIPLE), ("intermediate", intermediate, INTERMEDIATE_MULTIPLE)):
+        if value < 1 or value % multiple:
+            raise XStageError(f"{name}: {value} must be a positive multiple of {multiple}")
+    for name, value, limit in (
+        ("ranks", layout.ranks, MAX_RANKS), ("top_k", layout.top_k, MAX_PICKS), ("experts", layout.experts, MAX_EXPERTS),
+        ("hidden", layout.hidden // TILE_COLUMNS, MAX_COLUMN_TILES - 1),
+        ("intermediate", 2 * intermediate // TILE_COLUMNS, MAX_COLUMN_TILES - 1),
+        ("max_tokens_per_rank", layout.rows // TILE_ROWS, MAX_ROW_TILES - 1),
+        ("max_tokens_per_rank", layout.max_tokens_per_rank * (layout.hidden // 8), (1 << 31) - 1024),
+        ("max_tokens_per_rank", layout.rows // TILE_ROWS * max(layout.hidden, 2 * intermediate) // TILE_COLUMNS, (1 << 31) - 1),
+    ):  # fmt: skip
+        if value > limit:
+            unit = {"hidden": " column tiles", "intermediate": " column tiles", "max_tokens_per_rank": " tiles or pieces"}.get(name, "")
+            raise XStageError(f"{name}: {value}{unit} exceed the kernels' limit of {limit}")
+
+
+def scratch_shapes(layout: BufferLayout, intermediate: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """dtype and shape of everything that an `Exchange` keeps in its rank's own memory, beside the buffer."""
+    tiles = layout.rows // TILE_ROWS
+    return {
+        "chunk_bases": ("int32", (-(-layout.max_tokens_per_rank // CHUNK_TOKENS) * layout.experts,)),
+        "positions": ("int32", (layout.max_tokens_per_rank * layout.top_k,)),
+        "first": ("int32", (layout.experts,)),
+        "tile_expert": ("int32", (tiles,)),
+        "tile_end": ("int32", (tiles,)),
+        "expert_counts": ("int32", (layout.experts_per_rank,)),
+        "totals": ("int32", (4,)),
+        "work1": ("int32", (tiles * (2 * intermediate // TILE_COLUMNS),)),
+        "work2": ("int32", (tiles * (layout.hidden // TILE_COLUMNS),)),
+        "scales": ("float32", (layout.hidden // 128, layout.rows)),
+        "row_weight": ("float32", (layout.rows,)),
+        "row_slot": ("int64", (layout.rows,)),
+        "zeros": ("int32", (4,)),
+    }
+
+
+def scratch_bytes(layout: BufferLayout, intermediate: int) -> int:
+    """Bytes of `scratch_shapes`; `layout.size_bytes` are those of the buffer."""
+    return sum(ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in scratch_shapes(layout, intermediate).values())
+
+
+class Exchange:
+    """Owns the buffer, the signal words and the scratch memory of one layer's exchange. Every rank makes it together.
+
+    Args:
+        layout: fp8, tile 128. intermediate: columns of gate, and of up. group: whose ranks hold the experts, in rank order.
+        device: this rank's GPU. timeout_s: bound of every wait. tag: names the object in errors; the same on every rank, and its own.
+
+    Attributes, for the GEMMs; of a call's own size only where `totals` says so, valid from `dispatch` to `combine` on the stream:
+        activations: uint8 (e4m3) [rows, hidden]. scales: float32 [hidden / 128, rows], m-major, 0 in padding rows.
+        tile_expert: int32 [rows / 128]: local expert of a tile. tile_end: int32 [rows / 128]: end of that expert's real rows.
+        work1, work2: int32 words of the entries for 2 · intermediate and for hidden columns (`xstage.moe.work_table`).
+        totals: int32 [4]: entries of work1, entries of work2, tiles, rows with padding. All 0 once a meeting failed.
+        expert_counts: int32 [experts per rank]: real rows of each local expert.
+        row_weight: float32 [rows]: routing weight, 0 in padding rows.
+        row_slot: int64 [rows]: address where the row's result (bf16 [hidden]) goes, maybe on a peer; 0 in padding rows: store nothing.
+
+    Raises:
+        XStageError: a layout that the kernels cannot take, or that differs between ranks.
+        UnsuitableMachine, PeerTimeout: see `SymmetricBuffer` and `Agreement`.
+    """
+
+    def __init__(
+        self, layout: BufferLayout, *, intermediate: int, group: dist.ProcessGroup, device: torch.device, timeout_s: float = 30.0, tag: str
+    ):  # fmt: skip
+        check_layout(layout, intermediate)
+        if group.size() != layout.ranks:
+            raise XStageError(f"ranks: the layout is for {layout.ranks}, the group has {group.size()}")
+        if device.type != "cuda":
+            raise XStageError(f"device: {device} is not a CUDA device")
+        device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        self.layout, self.intermediate, self.device, self.tag = layout, intermediate, device, tag
+        self.rank, self.world = group.rank(), group.size()
+        problem = [asdict(layout), intermediate]
+        Agreement(group, f"{tag}/exchange", timeout_s).same("exchange", {"layout": str(layout), "intermediate": intermediate})
+        self._buffer = SymmetricBuffer(layout.size_bytes, group, device)
+        self._watch = Watch(group, tag, timeout_s, MEETINGS)
+        signature = zlib.crc32(json.dumps(problem, sort_keys=True).encode()) & 0x7FFFFFFF
+        # The signal words are the first region: their addresses are the buffers'.
+        words = [signature, self.rank, int(timeout_s * 1e9), self._watch.address, *self._buffer.addresses]
+        self._call = torch.tensor(words, dtype=torch.int64, device=device)
+        self._control = torch.zeros(2, dtype=torch.int64, device=device)
+        self._signals = self.view("signals").view(-1)
+        self.activations = self.view("activations").view(torch.uint8)
+        made = {
+            name: torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+            for name, (dtype, shape) in scratch_shapes(layout, intermediate).items()
+        }
+        self._chunk_bases, self._positions, self._zeros = made["chunk_bases"], made["positions"], made["zeros"]
+        self.first, self.tile_expert, self.tile_end = made["first"], made["tile_expert"], made["tile_end"]
+        self.expert_counts, self.totals, self.work1, self.work2 = made["expert_counts"], made["totals"], made["work1"], made["work2"]
+        self.scales, self.row_weight, self.row_slot = made["scales"], made["row_weight"], made["row_slot"]
+        self._tokens: int | None = None  # of the call that is under way
+        torch.cuda.synchronize(device)
+
+    def view(self, region: str, rank: int | None = None) -> torch.Tensor:
+        """A region of this rank's buffer, or of `rank`'s, [rows, columns] in its dtype."""
+        r = self.layout.region(region)
+        whole = self._buffer.view(r.offset_bytes, (r.rows, r.row_bytes), torch.uint8, rank)
+        return whole[:, : r.columns * ITEM_BYTES[r.dtype]].view(getattr(torch, r.dtype))
+
+    def prepare(self, index_dtype: torch.dtype, row_dtype: torch.dtype) -> None:
+        """Compile the kernels for picks and rows of these dtypes; a few seconds the first time in a process."""
+        from xstage.device.meeting import compiled_meeting
+        from xstage.moe import exchange_sm90, plan_sm90
+
+        wide, layout = index_dtype == torch.int64, self.layout
+        plan_sm90.compiled_count(layout.experts, layout.top_k, wide)
+        plan_sm90.compiled_plan(*self._plan_options())
+        exchange_sm90.compiled_dispatch(layout, wide, _ROWS[row_dtype])
+        exchange_sm90.compiled_arrange(layout)
+        exchange_sm90.compiled_reduce(layout, wide)
+        compiled_meeting(self.world, DISPATCHED, False)
+        compiled_meeting(self.world, COMBINED, True)
+
+    def dispatch(self, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> None:
+        """Send every row to the experts that were picked for it, and wait on the stream for the peers' rows. Then come the GEMMs.
+
+        Args:
+            x: [tokens, hidden], bfloat16, or e4m3 (also as uint8) with x_scales float32 [tokens, hidden / 128].
+            topk_idx: int32 or int64 [tokens, top_k], numbers outside 0 … experts − 1 are masked. topk_weights: float32 [tokens, top_k].
+                All contiguous, and unchanged until the stream has passed `combine`. Tokens may differ between ranks and be none.
+
+        Raises:
+            XStageError: an argument that does not fit, or a call under way. PeerTimeout: an earlier call failed.
+        """
+        if self._tokens is not None:
+            raise XStageError("dispatch: the call before was not combined")
+        self._check(x, x_scales, topk_idx, topk_weights)
+        self._watch.check()
+        with torch.cuda.device(self.device):
+            for _, launch in self._dispatch_steps(x, x_scales, topk_idx, topk_weights):
+                launch()
+        self._tokens = len(x)
+
+    def combine(self, topk_idx: torch.Tensor, out: torch.Tensor) -> None:
+        """Wait on the stream for the peers' results, and add them: out[token] = Σ over picks, in order, of the slots that are not masked.
+
+        Args:
+            topk_idx: the picks given to `dispatch`. out: bfloat16 [tokens, hidden], contiguous, written.
+
+        Raises:
+            XStageError: an argument that does not fit, or no call under way.
+        """
+        if self._tokens is None:
+            raise XStageError("combine: no call was dispatched")
+        self._check_picks(topk_idx, self._tokens)
+        self._check_tensor("out", out, (self._tokens, self.layout.hidden), (torch.bfloat16,))
+        with torch.cuda.device(self.device):
+            for _, launch in self._combine_steps(topk_idx, out):
+                launch()
+        self._tokens = None
+
+    def check(self) -> None:
+        """Wait for what was launched and raise if a kernel gave up on a peer.
+
+        Raises:
+            PeerTimeout: naming rank, phase and tag.
+        """
+        torch.cuda.synchronize(self.device)
+        self._watch.check()
+
+    def free(self) -> None:
+        """Wait for this rank's kernels and drop the buffer. No peer may be in a call any more."""
+        torch.cuda.synchronize(self.device)
+        self._buffer.free()
+
+    # ---- what is launched
+
+    def _plan_options(self) -> tuple[int, ...]:
+        layout = self.layout
+        columns = (2 * self.intermediate // TILE_COLUMNS, layout.hidden // TILE_COLUMNS)
+        return layout.ranks, layout.experts, layout.region("counts").offset_bytes, *columns
+
+    def _dispatch_steps(
+        self, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor
+    ) -> list[tuple[str, Callable[[], Any]]]:
+        """The kernels of `dispatch` with their names, each a function that launches it."""
+        from xstage.device.meeting import compiled_meeting
+        from xstage.moe import exchange_sm90, plan_sm90
+
+        layout, tokens, wide = self.layout, len(x), topk_idx.dtype == torch.int64
+        count = plan_sm90.compiled_count(layout.experts, layout.top_k, wide)
+        plan = plan_sm90.compiled_plan(*self._plan_options())
+        send = exchange_sm90.compiled_dispatch(layout, wide, _ROWS[x.dtype])
+        arrange = exchange_sm90.compiled_arrange(layout)
+        meeting = compiled_meeting(self.world, DISPATCHED, False)
+        words = (self._control, self._call, self._signals)
+        given = (x.data_ptr(), 0 if x_scales is None else x_scales.data_ptr(), topk_idx.data_ptr(), topk_weights.data_ptr(), tokens)
+        tiles = (self.tile_expert, self.tile_end, self.expert_counts, self.totals, self.work1, self.work2)
+        return [
+            ("count", lambda: count(topk_idx.data_ptr(), tokens, self._chunk_bases, self._positions)),
+            ("plan", lambda: plan(tokens, self._chunk_bases, self.first, *tiles, *words)),
+            ("dispatch", lambda: send(*given, self._chunk_bases, self._positions, self.first, self._control, self._call)),
+            ("dispatched", lambda: meeting(*words)),
+            ("arrange", lambda: arrange(
+                self._buffer.addresses[self.rank], self.tile_end, self.totals, self.scales, self.row_weight, self.row_slot,
+                self._control, self._call,
+            )),
+        ]  # fmt: skip
+
+    def _combine_steps(self, topk_idx: torch.Tensor, out: torch.Tensor) -> list[tuple[str, Callable[[], Any]]]:
+        """The kernels of `combine`, likewise."""
+        from xstage.device.meeting import compiled_meeting
+        from xstage.moe import exchange_sm90
+
+        reduce = exchange_sm90.compiled_reduce(self.layout, topk_idx.dtype == torch.int64)
+        meeting = compiled_meeting(self.world, COMBINED, True)
+        given = (self._buffer.addresses[self.rank], topk_idx.data_ptr(), out.data_ptr(), len(out), self._zeros.data_ptr())
+        return [
+            ("combined", lambda: meeting(self._control, self._call, self._signals)),
+            ("reduce", lambda: reduce(*given, self._control)),
+        ]
+
+    # ---- what is refused
+
+    def _check(self, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> None:
+        layout, tokens = self.layout, len(x)
+        self._check_tensor("x", x, (tokens, layout.hidden), tuple(_ROWS))
+        if tokens > layout.max_tokens_per_rank:
+            raise XStageError(f"x: {tokens} tokens exceed max_tokens_per_rank {layout.max_tokens_per_rank}")
+        if _ROWS[x.dtype] != (x_scales is not None):
+            raise XStageError(f"x_scales: {'none' if x_scales is None else 'given'}, which does not fit x in {x.dtype}")
+        if x_scales is not None:
+            self._check_tensor("x_scales", x_scales, (tokens, layout.hidden // 128), (torch.float32,))
+        self._check_picks(topk_idx, tokens)
+        self._check_tensor("topk_weights", topk_weights, (tokens, layout.top_k), (torch.float32,))
+
+    def _check_picks(self, topk_idx: torch.Tensor, tokens: int) -> None:
+        self._check_tensor("topk_idx", topk_idx, (tokens, self.layout.top_k), (torch.int32, torch.int64))
+
+    def _check_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+        if tuple(tensor.shape) != shape or tensor.dtype not in dtypes or tensor.device != self.device:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise XStageError(f"{name}: {tensor.dtype} {tuple(tensor.shape)} on {tensor.device} must be {known} {shape} on {self.device}")
+        # Rows and scales are moved 16 bytes at a time; picks and weights by the element.
+        if not tensor.is_contiguous() or tensor.data_ptr() % (tensor.element_size() if name.startswith("topk") else 16):
+            raise XStageError(f"{name}: strides {tensor.stride()} at address {tensor.data_ptr():#x} must be contiguous and aligned")

@@ -1,0 +1,396 @@
+"""Counts and plan of an expert-parallel exchange for Hopper (sm_90a): where every row goes, and what the grouped GEMMs have to do.
+
+* `Count`: per chunk of `CHUNK_TOKENS` tokens, how often each expert is picked, and the place of every pair among the chunk's pairs of its
+  expert. Sixteen tokens per warp, in order, by `match.any`; no atomics, so places do not depend on timing.
+* `Plan`, one CTA: totals of this rank to every rank, a meeting (`counted`) in its middle, then from the counts of all ranks the first row
+  of every expert for this rank's pairs, the tiles of this rank's experts, and the tables of work of both GEMMs. While peers' signals
+  are under way it sums the chunks. Everything is prefix sums and searches; the order of work is `work_table`'s closed form.
+
+A pair's row is then `first[expert] + chunk_bases[chunk, expert] + positions[pair]`, which is `routing.place`'s. If the meeting failed, or
+one before it, all `totals` are 0 and nothing else is written.
+
+Not covered: more experts than `MAX_EXPERTS` (a CTA's threads), more picks per token than a warp has lanes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.memory import SmemAllocator
+
+from xstage.device.loads import load_4, load_8
+from xstage.device.meeting import PEERS, RANK, Protocol, fake_words
+from xstage.device.stores import store_4, store_8
+from xstage.moe.layout import CHUNK_TOKENS, COUNTED, MAX_EXPERTS
+from xstage.moe.work_table import GROUP_UNITS, TILE_ROWS, encoded, entries, place
+
+WARP_TOKENS = 16
+ENTRIES1, ENTRIES2, TILES, ROWS = 0, 1, 2, 3  # `totals`
+_BATCH = 16  # loads of a thread under way at a time
+
+
+def load_pick(topk_idx: Int64, pair: Int32, wide: bool) -> Any:
+    """Pick number `pair` of those at `topk_idx`. `wide`: they are int64, else int32."""
+    return load_8(topk_idx + Int64(pair) * 8) if wide else load_4(topk_idx + Int64(pair) * 4)
+
+
+@cute.jit
+def expert_of(pick, experts: cutlass.Constexpr[int]) -> Int32:
+    """The expert that was picked, or `experts` where the pick is masked or outside."""
+    expert = Int32(experts)
+    if (pick >= 0) & (pick < experts):
+        expert = Int32(pick)
+    return expert
+
+
+class Count:
+    """One CTA per chunk."""
+
+    threads = 32 * (CHUNK_TOKENS // WARP_TOKENS)
+
+    def __init__(self, experts: int, top_k: int, wide: bool):
+        self.experts, self.top_k, self.wide = experts, top_k, wide
+
+    # Branches at run time carry `self` as an object without runtime values.
+    def __extract_mlir_values__(self) -> list[Any]:
+        return []
+
+    def __new_from_mlir_values__(self, values: list[Any]) -> Count:
+        return self
+
+    @cute.jit
+    def __call__(self, topk_idx: Int64, tokens: Int32, chunk_counts: cute.Tensor, positions: cute.Tensor, stream: cuda.CUstream) -> None:
+        """Launch.
+
+        Args:
+            topk_idx: address of [tokens, top_k]. chunk_counts: int32 [chunks · experts], written. positions: int32 [tokens · top_k],
+                written; of no meaning where the pick is masked.
+        """
+        chunks = cutlass.max((tokens + (CHUNK_TOKENS - 1)) // CHUNK_TOKENS, 1)
+        self.kernel(topk_idx, tokens, chunk_counts, positions).launch(grid=(chunks, 1, 1), block=[self.threads, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, topk_idx: Int64, tokens: Int32, chunk_counts: cute.Tensor, positions: cute.Tensor):
+        warps, row = self.threads // 32, self.experts + 1  # the last bin takes masked picks
+        bins = SmemAllocator().allocate_tensor(Int32, cute.make_layout(warps * row), byte_alignment=16)
+        if cute.arch.block_idx()[0] * CHUNK_TOKENS < tokens:
+            self.chunk(topk_idx, tokens, chunk_counts, positions, bins)
+
+    @cute.jit
+    def chunk(self, topk_idx: Int64, tokens: Int32, chunk_counts: cute.Tensor, positions: cute.Tensor, bins: cute.Tensor) -> None:
+        thread, chunk = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        warp, lane = thread // 32, thread % 32
+        warps, row = self.threads // 32, self.experts + 1
+        steps = -(-WARP_TOKENS * self.top_k // 32)
+        first = chunk * CHUNK_TOKENS + warp * WARP_TOKENS
+        start = first * self.top_k + lane
+        end = cutlass.min(first + WARP_TOKENS, tokens) * self.top_k
+        picks = [load_pick(topk_idx, cutlass.min(start + i * 32, tokens * self.top_k - 1), self.wide) for i in range(steps)]
+        for i in cutlass.range(thread, warps * row, self.threads, unroll=1):
+            bins[i] = Int32(0)
+        cute.arch.sync_threads()
+
+        expert = cute.make_rmem_tensor((steps,), Int32)
+        local = cute.make_rmem_tensor((steps,), Int32)
+        for i in cutlass.range_constexpr(steps):
+            expert[i] = expert_of(picks[i], self.experts)
+            if start + i * 32 >= end:
+                expert[i] = Int32(self.experts)
+        # Each warp counts its own tokens in order; lanes with the same expert are in order of their pairs.
+        for i in cutlass.range_constexpr(steps):
+            place_of = warp * row + expert[i]
+            same = cute.arch.match_sync(0xFFFFFFFF, expert[i])
+            below = Int32(cute.arch.popc(same & cute.arch.lanemask_lt()))
+            before = bins[place_of]
+            cute.arch.sync_warp()
+            if below == 0:
+                bins[place_of] = before + Int32(cute.arch.popc(same))
+            cute.arch.sync_warp()
+            local[i] = before + below
+        cute.arch.sync_threads()
+
+        for i in cutlass.range_constexpr(steps):
+            if start + i * 32 < end:
+                position = local[i]
+                for w in cutlass.range_constexpr(warps - 1):
+                    if w < warp:
+                        position += bins[w * row + expert[i]]
+                positions[start + i * 32] = position
+        for e in cutlass.range(thread, self.experts, self.threads, unroll=1):
+            total = Int32(0)
+            for w in cutlass.range_constexpr(warps):
+                total += bins[w * row + e]
+            chunk_counts[chunk * self.experts + e] = total
+
+
+class Plan:
+    """One CTA of `MAX_EXPERTS` threads. `columns1`, `columns2`: column tiles of the two GEMMs, even."""
+
+    threads = MAX_EXPERTS
+
+    def __init__(self, world: int, experts: int, counts_offset: int, columns1: int, columns2: int):
+        self.world, self.experts, self.counts_offset = world, experts, counts_offset
+        self.columns1, self.columns2 = columns1, columns2
+        self.mine = experts // world
+        self.parts = self.threads // experts  # threads that share an expert's chunks
+
+    # Branches at run time carry `self` as an object without runtime values.
+    def __extract_mlir_values__(self) -> list[Any]:
+        return []
+
+    def __new_from_mlir_values__(self, values: list[Any]) -> Plan:
+        return self
+
+    @cute.jit
+    def __call__(
+        self, tokens: Int32, chunk_bases: cute.Tensor, first: cute.Tensor, tile_expert: cute.Tensor, tile_end: cute.Tensor,
+        expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, control: cute.Tensor, call: cute.Tensor,
+        words: cute.Tensor, stream: cuda.CUstream,
+    ) -> None:  # fmt: skip
+        """Launch.
+
+        Args:
+            chunk_bases: int32 [chunks · experts], the chunks' counts; becomes the pairs of the chunks before, per expert.
+            first: int32 [experts]: row, at its owner, of this rank's first pair of each expert.
+            tile_expert, tile_end: int32 [tiles]: local expert of a tile, and the end of that expert's real rows.
+            expert_counts: int32 [experts of this rank]. totals: int32 [4], see `ENTRIES1` and the others.
+            work1, work2: int32 [2 · entries], see `work_table`.
+            control, call, words: see `xstage.device.meeting`.
+        """
+        self.kernel(
+            tokens, chunk_bases, first, tile_expert, tile_end, expert_counts, totals, work1, work2, control, call, words
+        ).launch(grid=(1, 1, 1), block=[self.threads, 1, 1], stream=stream)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, tokens: Int32, chunk_bases: cute.Tensor, first: cute.Tensor, tile_expert: cute.Tensor, tile_end: cute.Tensor,
+        expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, control: cute.Tensor, call: cute.Tensor,
+        words: cute.Tensor,
+    ):  # fmt: skip
+        thread = cute.arch.thread_idx()[0]
+        smem = SmemAllocator()
+        partial = smem.allocate_tensor(Int32, cute.make_layout(self.threads), byte_alignment=16)
+        tile_sums = smem.allocate_tensor(Int32, cute.make_layout(self.experts + 1), byte_alignment=16)
+        single_sums = smem.allocate_tensor(Int32, cute.make_layout(self.experts + 1), byte_alignment=16)
+        unit_first = smem.allocate_tensor(Int32, cute.make_layout(self.mine + 1), byte_alignment=16)
+        loads = smem.allocate_tensor(Int32, cute.make_layout(self.mine), byte_alignment=16)
+        warp_sums = smem.allocate_tensor(Int32, cute.make_layout(64), byte_alignment=16)
+        refused = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16)
+        protocol = Protocol(self.world, control, call, words)
+        me = Int32(call[RANK])
+        expert, part = thread % self.experts, thread // self.experts
+        chunks = (tokens + (CHUNK_TOKENS - 1)) // CHUNK_TOKENS
+        share = (chunks + (self.parts - 1)) // self.parts
+        begin = part * share
+        end = cutlass.min(begin + share, chunks)
+        if part >= self.parts:
+            end = begin
+        if thread == 0:
+            refused[0] = Int32(0)
+
+        partial[thread] = self.sum_chunks(chunk_bases, expert, begin, end)
+        cute.arch.sync_threads()
+        if thread < self.experts:
+            total = Int32(0)
+            for i in cutlass.range_constexpr(self.parts):
+                total += partial[i * self.experts + thread]
+            for rank in cutlass.range_constexpr(self.world):
+                store_4(self.counts_of(call[PEERS + rank], me, thread), total)
+        # The barrier puts the stores of all threads before the release of the threads that publish.
+        cute.arch.sync_threads()
+        if thread < self.world:
+            protocol.say(COUNTED, thread)
+        before = Int32(0)
+        for i in cutlass.range_constexpr(self.parts):
+            if i < part:
+                before += partial[i * self.experts + expert]
+        self.scan_chunks(chunk_bases, expert, begin, end, before)
+        if thread < self.world:
+            if protocol.wait(COUNTED, thread) != 0:
+                refused[0] = Int32(1)
+        cute.arch.sync_threads()
+
+        if refused[0] != 0:
+            if thread < 4:
+                totals[thread] = Int32(0)
+        else:
+            self.derive(
+                me, thread, call, first, tile_expert, tile_end, expert_counts, totals, work1, work2, tile_sums, single_sums, unit_first,
+                loads, warp_sums,
+            )  # fmt: skip
+
+    def counts_of(self, buffer: Int64, rank: Int32, expert: Int32) -> Int64:
+        """Address of a count in the buffer at `buffer`."""
+        return buffer + self.counts_offset + Int64(rank * self.experts + expert) * 4
+
+    @cute.jit
+    def sum_chunks(self, counts: cute.Tensor, expert: Int32, begin: Int32, end: Int32) -> Int32:
+        total = Int32(0)
+        for c in cutlass.range(begin, end, _BATCH, unroll=1):
+            batch = self.load_chunks(counts, expert, c, end)
+            for i in cutlass.range_constexpr(_BATCH):
+                total += batch[i]
+        return total
+
+    @cute.jit
+    def scan_chunks(self, counts: cute.Tensor, expert: Int32, begin: Int32, end: Int32, before: Int32) -> None:
+        for c in cutlass.range(begin, end, _BATCH, unroll=1):
+            batch = self.load_chunks(counts, expert, c, end)
+            for i in cutlass.range_constexpr(_BATCH):
+                if c + i < end:
+                    counts[(c + i) * self.experts + expert] = before
+                before += batch[i]
+
+    @cute.jit
+    def load_chunks(self, counts: cute.Tensor, expert: Int32, c: Int32, end: Int32) -> cute.Tensor:
+        """Counts of `_BATCH` chunks from `c` on, 0 from `end` on; all loads are issued before one is used."""
+        batch = cute.make_rmem_tensor((_BATCH,), Int32)
+        for i in cutlass.range_constexpr(_BATCH):
+            batch[i] = counts[cutlass.min(c + i, end - 1) * self.experts + expert]
+        for i in cutlass.range_constexpr(_BATCH):
+            batch[i] = batch[i] if c + i < end else Int32(0)
+        return batch
+
+    @cute.jit
+    def derive(
+        self, me: Int32, thread: Int32, call: cute.Tensor, first: cute.Tensor, tile_expert: cute.Tensor, tile_end: cute.Tensor,
+        expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, tile_sums: cute.Tensor,
+        single_sums: cute.Tensor, unit_first: cute.Tensor, loads: cute.Tensor, warp_sums: cute.Tensor,
+    ) -> None:  # fmt: skip
+        """Everything that follows from the counts of all ranks; thread e works for expert e."""
+        mine, from_me = self.mine, me * self.mine
+        lower, load = Int32(0), Int32(0)
+        if thread < self.experts:
+            buffer = call[PEERS + me]
+            counts = cute.make_rmem_tensor((self.world,), Int32)
+            for rank in cutlass.range_constexpr(self.world):
+                counts[rank] = load_4(self.counts_of(buffer, Int32(rank), thread))
+            for rank in cutlass.range_constexpr(self.world):
+                load += counts[rank]
+                if rank < me:
+                    lower += counts[rank]
+        tiles = (load + (TILE_ROWS - 1)) // TILE_ROWS
+        single = tiles & 1
+        tiles_before = self.exclusive_sum(tiles, warp_sums, 0, thread)
+        singles_before = self.exclusive_sum(single, warp_sums, 32, thread)
+        if thread < self.experts:
+            tile_sums[thread], single_sums[thread] = tiles_before, singles_before
+        if thread == self.experts - 1:
+            tile_sums[self.experts], single_sums[self.experts] = tiles_before + tiles, singles_before + single
+        cute.arch.sync_threads()
+
+        tile_base, single_base = tile_sums[from_me], single_sums[from_me]
+        tile_count = tile_sums[from_me + mine] - tile_base
+        single_count = single_sums[from_me + mine] - single_base
+        units = (tile_count + single_count) // 2
+        if thread < self.experts:
+            first[thread] = (tiles_before - tile_sums[thread // mine * mine]) * TILE_ROWS + lower
+            local = thread - from_me
+            if (local >= 0) & (local < mine):
+                loads[local] = load
+                expert_counts[local] = load
+                unit_first[local] = (tiles_before - tile_base + singles_before - single_base) // 2
+        if thread == 0:
+            unit_first[mine] = units
+            totals[ENTRIES1] = entries(units, single_count, self.columns1)
+            totals[ENTRIES2] = entries(units, single_count, self.columns2)
+            totals[TILES] = tile_count
+            totals[ROWS] = tile_count * TILE_ROWS
+        cute.arch.sync_threads()
+
+        for tile in cutlass.range(thread, tile_count, self.threads, unroll=1):
+            owner = self.search(tile_sums, from_me, tile + tile_base)
+            tile_expert[tile] = owner
+            tile_end[tile] = (tile_sums[from_me + owner] - tile_base) * TILE_ROWS + loads[owner]
+        for unit in cutlass.range(thread, units, self.threads, unroll=1):
+            owner = self.search(unit_first, Int32(0), unit)
+            group = unit // GROUP_UNITS * GROUP_UNITS
+            group_end = cutlass.min(group + GROUP_UNITS, units)
+            # Single units before a unit are those of the experts before: an expert's single unit is its last.
+            singles = single_sums[from_me + owner] - single_base
+            singles_first = single_sums[from_me + self.search(unit_first, Int32(0), group)] - single_base
+            singles_end = single_count
+            if group_end < units:
+                singles_end = single_sums[from_me + self.search(unit_first, Int32(0), group_end)] - single_base
+            m_tile = tile_sums[from_me + owner] - tile_base + 2 * (unit - unit_first[owner])
+            alone = m_tile + 1 == tile_sums[from_me + owner + 1] - tile_base
+            group_of = (group, singles_first, group_end - group, singles_end - singles_first)
+            self.write(work1, self.columns1, unit, singles, group_of, m_tile, alone)
+            self.write(work2, self.columns2, unit, singles, group_of, m_tile, alone)
+
+    @cute.jit
+    def write(self, table: cute.Tensor, columns: cutlass.Constexpr[int], unit: Int32, singles: Int32, group, m_tile: Int32, alone) -> None:
+        """The entries of one unit."""
+        for n in cutlass.range_constexpr(0, columns, 2):
+            even = place(n, unit, singles, group, columns)
+            if alone:
+                self.write_entry(table, even, encoded(m_tile, n, 1), encoded(m_tile, n + 1, 1))
+            else:
+                self.write_entry(table, even, encoded(m_tile, n, 0), encoded(m_tile + 1, n, 0))
+                odd = place(n + 1, unit, singles, group, columns)
+                self.write_entry(table, odd, encoded(m_tile, n + 1, 0), encoded(m_tile + 1, n + 1, 0))
+
+    @cute.jit
+    def write_entry(self, table: cute.Tensor, index: Int32, a: Int32, b: Int32) -> None:
+        store_8(table.iterator.toint() + Int64(index) * 8, a, b)
+
+    @cute.jit
+    def search(self, sums: cute.Tensor, offset: Int32, value: Int32) -> Int32:
+        """The local expert e with sums[offset + e] ≤ value < sums[offset + e + 1]; the sum behind the last one exceeds `value`."""
+        low = Int32(0)
+        for step in cutlass.range_constexpr((self.mine - 1).bit_length()):
+            middle = low + (1 << ((self.mine - 1).bit_length() - 1 - step))
+            if middle < self.mine:
+                if sums[offset + middle] <= value:
+                    low = middle
+        return low
+
+    @cute.jit
+    def exclusive_sum(self, value: Int32, warp_sums: cute.Tensor, at: cutlass.Constexpr[int], thread: Int32) -> Int32:
+        """Sum of `value` over the threads before this one; all threads call it. Uses 32 words of `warp_sums` from `at` on."""
+        warp, lane = thread // 32, thread % 32
+        inside = self.inclusive_in_warp(value, lane)
+        if lane == 31:
+            warp_sums[at + warp] = inside
+        cute.arch.sync_threads()
+        if warp == 0:
+            warp_sums[at + lane] = self.inclusive_in_warp(warp_sums[at + lane], lane)
+        cute.arch.sync_threads()
+        before = Int32(0)
+        if warp > 0:
+            before = warp_sums[at + warp - 1]
+        return before + inside - value
+
+    @cute.jit
+    def inclusive_in_warp(self, value: Int32, lane: Int32) -> Int32:
+        total = value
+        for i in cutlass.range_constexpr(5):
+            up = cute.arch.shuffle_sync_up(total, 1 << i)
+            if lane >= 1 << i:
+                total += up
+        return total
+
+
+def fake_int32(count: int) -> list[Any]:
+    """Stand-ins for `count` vectors of int32 of any length, to compile with."""
+    return [cute.runtime.make_fake_tensor(Int32, (cute.sym_int(),), stride=(1,), assumed_align=16) for _ in range(count)]
+
+
+@cache
+def compiled_count(experts: int, top_k: int, wide: bool) -> Any:
+    """`Count`; call it with (address of topk_idx, tokens, chunk_counts, positions)."""
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(Count(experts, top_k, wide), Int64(0), Int32(0), *fake_int32(2), stream, options="--enable-tvm-ffi")
+
+
+@cache
+def compiled_plan(world: int, experts: int, counts_offset: int, columns1: int, columns2: int) -> Any:
+    """`Plan`; call it with the arguments of `Plan.__call__`, without the stream."""
+    kernel = Plan(world, experts, counts_offset, columns1, columns2)
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(kernel, Int32(0), *fake_int32(8), *fake_words(3), stream, options="--enable-tvm-ffi")
