@@ -165,32 +165,37 @@ class GroupedGemm:
             fixed = (start, go_on, product, first, second, r_a, r_w, s_scales, full, empty)
             for epilogue, target in zip(self.epilogues, targets, strict=True):
                 epilogue.begin(shared.staging, thread, target)
+            two = len(self.epilogues) == 2
             base, phase, unsaid = Int32(0), Int32(0), Int32(-1)
             mine = work[cutlass.min(entry, count - 1) * 2 + member] if count > 0 else Int32(0)
             while entry < count:
                 m, n, layer = mine >> ROW_SHIFT, (mine >> 1) & COLUMN_MASK, (mine >> LAYER_SHIFT) & 1
                 rounds = Int32(sources[0][7])
-                if const_expr(len(self.epilogues) == 1) or layer == 0:
-                    self.epilogues[0].warm(m)
+                if const_expr(two):
+                    if layer == 1:
+                        rounds = Int32(sources[1][7])
+                        self.epilogues[1].warm(m)
+                    else:
+                        self.epilogues[0].warm(m)
                 else:
-                    self.epilogues[1].warm(m)
-                    rounds = Int32(sources[1][7])
+                    self.epilogues[0].warm(m)
                 for _ in cutlass.range(rounds // self.unroll - 1, unroll=1):
                     self._round(-1, fixed, base, phase, m, n, layer)
                     base, phase = self._next(base, phase)
-                if const_expr(len(self.epilogues) == 2):
+                if const_expr(two):
                     unsaid = self._say_ready(ready, unsaid)
                 entry += step
                 mine = work[cutlass.min(entry, count - 1) * 2 + member]
-                if const_expr(len(self.epilogues) == 1):
-                    self._round(0, fixed, base, phase, m, n, layer)
-                elif layer == 0:
-                    self._round(0, fixed, base, phase, m, n, layer)
-                    unsaid = m
+                if const_expr(two):
+                    if layer == 1:
+                        self._round(1, fixed, base, phase, m, n, layer)
+                    else:
+                        self._round(0, fixed, base, phase, m, n, layer)
+                        unsaid = m
                 else:
-                    self._round(1, fixed, base, phase, m, n, layer)
+                    self._round(0, fixed, base, phase, m, n, layer)
                 base, phase = self._next(base, phase)
-            if const_expr(len(self.epilogues) == 2):
+            if const_expr(two):
                 self._say_ready(ready, unsaid)
             for epilogue in self.epilogues:
                 epilogue.end()
@@ -212,11 +217,15 @@ class GroupedGemm:
         while entry < count:
             next_expert = tile_expert[following >> ROW_SHIFT]
             after_next = work[cutlass.min(entry + 2 * step, count - 1) * 2 + member]
-            if const_expr(len(sources) == 1) or (mine >> LAYER_SHIFT) & 1 == 0:
-                stage, phase = self._load_tile(sources[0], parts[0], s_scales, mine, expert, member, full, empty, stage, phase)
+            given = (s_scales, mine, expert, member, full, empty, stage, phase)
+            if const_expr(len(sources) == 2):
+                if (mine >> LAYER_SHIFT) & 1 == 1:
+                    self._wait_ready(ready, mine >> ROW_SHIFT, sources[0][8])
+                    stage, phase = self._load_tile(sources[1], parts[1], *given)
+                else:
+                    stage, phase = self._load_tile(sources[0], parts[0], *given)
             else:
-                self._wait_ready(ready, mine >> ROW_SHIFT, sources[0][8])
-                stage, phase = self._load_tile(sources[1], parts[1], s_scales, mine, expert, member, full, empty, stage, phase)
+                stage, phase = self._load_tile(sources[0], parts[0], *given)
             entry += step
             mine, following, expert = following, after_next, next_expert
 
