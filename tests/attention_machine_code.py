@@ -6,15 +6,12 @@ Arguments: configurations `fused,dtype,head_dim,queries_per_kv,causal,with_lse,l
 """
 
 import json
-import shutil
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+import machine_code
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from flash_attn.cute.interface import _tile_size_fwd_sm90
 from flash_attn.cute.utils import AuxData
@@ -41,39 +38,18 @@ def stock(dtype: str, head_dim: int, queries_per_kv: int, causal: bool) -> Any:
     )  # fmt: skip
 
 
-def disassembler() -> str:
-    """The one on the path, else the one that triton ships."""
-    import triton
-
-    return shutil.which("nvdisasm") or str(Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm")
-
-
-def content(artifact: str | bytes) -> bytes:
-    """What was kept: the compiler hands out the text itself or the path of a file."""
-    raw = artifact.encode() if isinstance(artifact, str) else artifact
-    return raw if b"\0" in raw or b"\n" in raw else Path(raw.decode()).read_bytes()
-
-
-def disassembled(tool: str, cubin: bytes) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
-
-
 def main() -> None:
     out = {}
-    tool = disassembler()
     for name in sys.argv[1:]:
         if name.startswith("meeting"):
             world, kind, ahead = (int(word) for word in name.split(",")[1:])
-            kernel = compiled_meeting(world, kind, kind == kernel_sm90.DONE, ahead == 1)
-            out[name] = {"ptx": content(kernel.__ptx__).decode(), "sass": disassembled(tool, content(kernel.__cubin__))}
+            kernel = compiled_meeting(world, kind, kind == kernel_sm90.DONE, bool(ahead))
+            out[name] = machine_code.of(kernel)
             continue
         kind, dtype, head_dim, group, causal, *rest = name.split(",")
         options = (dtype, int(head_dim), int(group), causal == "1")
         kernel = stock(*options) if kind == "stock" else kernel_sm90.compiled(*options, rest[0] == "1", rest[1])
-        out[name] = {"ptx": content(kernel.__ptx__).decode(), "sass": disassembled(tool, content(kernel.__cubin__))}
+        out[name] = machine_code.of(kernel)
     print(json.dumps(out))
 
 

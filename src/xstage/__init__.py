@@ -23,7 +23,7 @@ _HOMES = {
     "moe_workload": "simulate.shapes", "AttentionWorkload": "simulate.attention", "simulate_attention": "simulate.attention",
     "TileOrder": "tile_order", "lead_knee": "tile_order", "write_trace": "simulate.trace",
     "AttentionA2A": "attention.op", "Variant": "attention.op", "flash_attention_a2a": "attention.op", "release_shared": "attention.op",
-    "SequenceLayout": "attention.layout", "Segment": "attention.layout",
+    "MegaMoE": "moe.op", "SequenceLayout": "attention.layout", "Segment": "attention.layout",
     "XStageError": "errors", "UnsuitableMachine": "errors", "CalibrationFailed": "errors", "PeerTimeout": "errors",
 }  # fmt: skip
 

@@ -92,16 +92,25 @@ def _parser() -> argparse.ArgumentParser:
     v.add_argument("--json", action="store_true")
 
     v = verb("bench", _bench, "Benchmarks (start them with torchrun), and the numbers that README and docs take from result files.")
-    v.add_argument("what", choices=("attention", "docs"), help="docs: write results/headline.json and the generated tables anew")
-    v.add_argument("--out", help="attention: result file to write")
-    v.add_argument("--shapes", default="rows", help="attention: rows (heads × sequences) or dit (diffusion transformers); default rows")
     v.add_argument(
-        "--groups", nargs="+", help="attention: groups of variants, from residual, baseline, forms, order, dit (default: by shapes)"
+        "what", choices=("attention", "moe-layer", "docs"), help="docs: write results/headline.json and the generated tables anew"
+    )
+    v.add_argument("--out", help="attention, moe-layer: result file to write")
+    v.add_argument(
+        "--shapes", nargs="+", help="attention: rows (heads × sequences; default) or dit (diffusion transformers); moe-layer: models' names"
+    )
+    v.add_argument(
+        "--groups",
+        nargs="+",
+        help="groups of variants; attention: residual, baseline, forms, order, dit (default: by shapes); "
+        "moe-layer: gemm, layer, torch (default: all)",
     )
     v.add_argument("--heads", type=int, nargs="+", default=[4, 12], help="attention: heads per rank (default 4 12)")
     v.add_argument("--sequences", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536], help="attention: whole sequences")
-    v.add_argument("--budget", type=float, default=240.0, help="attention: no row is begun after this many seconds (default 240)")
-    v.add_argument("--platform", default="h200-nvlink4", help="attention: platform for predictions (default h200-nvlink4)")
+    v.add_argument("--tokens", type=int, default=8192, help="moe-layer: tokens per rank (default 8192)")
+    v.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.875], help="moe-layer: shares of remote picks (default 0.5 0.875)")
+    v.add_argument("--budget", type=float, default=240.0, help="no row is begun after this many seconds (default 240)")
+    v.add_argument("--platform", default="h200-nvlink4", help="platform for predictions and bounds (default h200-nvlink4)")
     v.add_argument("--results", default="results", help="docs: folder of result files (default results)")
     v.add_argument("--documents", nargs="*", default=["README.md", "docs"], help="docs: markdown files or folders (default README.md docs)")
     v.add_argument("--check", action="store_true", help="docs: exit 1 when something was not up to date")
@@ -207,15 +216,10 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    if options.what == "attention":
+    if options.what != "docs":
         if not options.out:
-            raise XStageError("out: bench attention needs a result file to write")
-        from xstage.studies.attention import run
-
-        run(
-            options.out, shapes=options.shapes, groups=options.groups, heads=options.heads, sequences=options.sequences,
-            budget_s=options.budget, platform=options.platform,
-        )  # fmt: skip
+            raise XStageError(f"out: bench {options.what} needs a result file to write")
+        _bench_on_gpus(options)
         sys.stdout.flush()
         os._exit(0)  # tearing NCCL down under captured graphs can hang
     from pathlib import Path
@@ -227,6 +231,26 @@ def _bench(options: argparse.Namespace) -> int:
     for path in changed:
         print(path)
     return 1 if options.check and changed else 0
+
+
+def _bench_on_gpus(options: argparse.Namespace) -> None:
+    if options.what == "attention":
+        from xstage.studies import attention
+
+        shapes = options.shapes or ["rows"]
+        if len(shapes) > 1:
+            raise XStageError(f"shapes: {' '.join(shapes)} must be one of rows and dit")
+        attention.run(
+            options.out, shapes=shapes[0], groups=options.groups, heads=options.heads, sequences=options.sequences,
+            budget_s=options.budget, platform=options.platform,
+        )  # fmt: skip
+    else:
+        from xstage.studies import moe_layer
+
+        moe_layer.run(
+            options.out, shapes=options.shapes or moe_layer.SHAPES, tokens=options.tokens, shares=options.shares,
+            groups=options.groups or moe_layer.GROUPS, budget_s=options.budget, platform=options.platform,
+        )  # fmt: skip
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@
   different path with different limits (set TORCH_SYMM_MEM_DISABLE_MULTICAST=1; importing this module sets it where it is unset).
 * `Agreement`: every rank says what it is about to do, and each refuses if another says something else. It runs over the group's
   key-value store on the host, so it works for CPU and GPU groups alike, during graph capture too, and ends within a bound.
+* `Refusals`: where a rank that refuses a call leaves the reason, when there is no agreement on that call.
 * `Watch`: the word through which a kernel reports a wait that gave up. It lives in pinned host memory, so that the host sees it
   without synchronising.
 
@@ -15,6 +16,7 @@ Not covered: multi-node memory, NVSHMEM back ends, growing a buffer in place.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -138,6 +140,49 @@ class Agreement:
                 )
 
 
+class Refusals:
+    """Why a rank refused the arguments of its last call, in the group's store, for peers that waited for it in vain.
+
+    Nobody waits for anybody here, and a rank that never refuses never talks to the store.
+
+    Args:
+        group, tag: see `Agreement`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, tag: str):
+        self._store: Any = dist.distributed_c10d._get_process_group_store(group)
+        self._rank, self._ranks, self._posted = group.rank(), ranks_of(group), False
+        self._keys = [f"xstage/{tag}/refused/{rank}" for rank in range(group.size())]
+
+    def post(self, reason: str) -> None:
+        """Say that this rank refused its call, and why."""
+        self._store.set(self._keys[self._rank], reason)
+        self._posted = True
+
+    def withdraw(self) -> None:
+        """This rank has been given good arguments since."""
+        if self._posted:
+            self._store.set(self._keys[self._rank], "")
+            self._posted = False
+
+    def read(self) -> list[str]:
+        """A sentence for every other rank that refused its last call."""
+        return [self._of(rank) for rank in range(len(self._keys)) if rank != self._rank and self._of(rank)]
+
+    def raise_for(self, rank: int) -> None:
+        """Raise because rank `rank` of the group refused.
+
+        Raises:
+            XStageError: always.
+        """
+        raise XStageError(self._of(rank) or f"rank {self._ranks[rank]} refused its arguments")
+
+    def _of(self, rank: int) -> str:
+        key = self._keys[rank]
+        reason = self._store.get(key).decode() if self._store.check([key]) else ""
+        return f"rank {self._ranks[rank]} refused its arguments: {reason}" if reason else ""
+
+
 class Watch:
     """Status word of the kernels of one object: 0, or generation << 32 | reason << 16 | peer << 8 | phase, phases counted from 1.
 
@@ -198,6 +243,26 @@ def exchange(parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], gro
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
     return out
+
+
+def default_device(device: torch.device | str | None, group: dist.ProcessGroup) -> torch.device:
+    """`device` with its index; None: the current GPU of a group that has NCCL, else the CPU."""
+    if device is not None:
+        chosen = torch.device(device)
+        if chosen.type == "cuda" and chosen.index is None:
+            chosen = torch.device("cuda", torch.cuda.current_device())
+        return chosen
+    if torch.cuda.is_available() and "nccl" in dist.get_backend_config(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+_numbers: dict[tuple[str, str], itertools.count[int]] = {}
+
+
+def next_number(group: dist.ProcessGroup, kind: str) -> int:
+    """Objects of a kind are made in the same order on every rank of a group, so this number names one of them on all."""
+    return next(_numbers.setdefault((group.group_name, kind), itertools.count(1)))
 
 
 def _differing(mine: Any, theirs: Any) -> str:

@@ -40,7 +40,7 @@ from xstage.attention import reference, serial
 from xstage.attention.layout import SequenceLayout
 from xstage.errors import UnsuitableMachine, XStageError
 from xstage.platform import KiB
-from xstage.symmetric import Agreement, SymmetricBuffer, Watch, ranks_of
+from xstage.symmetric import Agreement, SymmetricBuffer, Watch, default_device, next_number, ranks_of
 
 FALLBACKS = ("serial", "error")
 STORES = ("owner", "local", "remote")
@@ -169,7 +169,7 @@ class AttentionA2A:
         self.max_local_rows = max_local_rows or -(-max_sequence // self.world)
         if min(self.heads_per_rank) < 1:
             raise XStageError(f"heads: rank {self.heads_per_rank.index(0)} of {self.world} would have none ({heads} heads in whole groups)")
-        self.device = _device(device, group)
+        self.device = default_device(device, group)
         self.variant, self.buffers, self.timeout_s = variant or Variant(), buffers, timeout_s
         self._turn, self._closed, self.reason = 0, False, ""
         self._waited, self._capture, self._captured = True, 0, False  # the allocation was a meeting of all ranks
@@ -177,7 +177,7 @@ class AttentionA2A:
         self._agreed: set[tuple[_Call, str]] = set()
         self._exchanges: dict[tuple[Any, ...], serial.NcclExchange] = {}
         self._buffer: SymmetricBuffer | None = None
-        number = _next_number(group)
+        number = next_number(group, "attention-a2a")
         self.tag = f"attention-a2a/{group.group_name}/{number}"
         self._agreement = Agreement(group, self.tag, timeout_s)
         self._agreement.same(
@@ -643,25 +643,6 @@ def _capture_id() -> int:
 
     error, _, number, *_ = driver.cuStreamGetCaptureInfo(torch.cuda.current_stream().cuda_stream)
     return int(number) if error == driver.CUresult.CUDA_SUCCESS else -next(_ids)
-
-
-def _device(device: torch.device | str | None, group: dist.ProcessGroup) -> torch.device:
-    if device is not None:
-        chosen = torch.device(device)
-        if chosen.type == "cuda" and chosen.index is None:
-            chosen = torch.device("cuda", torch.cuda.current_device())
-        return chosen
-    if torch.cuda.is_available() and "nccl" in dist.get_backend_config(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-_numbers: dict[str, itertools.count[int]] = {}
-
-
-def _next_number(group: dist.ProcessGroup) -> int:
-    """Objects are made in the same order on every rank of a group, so this number names one of them on all."""
-    return next(_numbers.setdefault(group.group_name, itertools.count(1)))
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

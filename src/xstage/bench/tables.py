@@ -252,6 +252,32 @@ def _attention_designs_table(results: Path) -> str:
     return grid(["H, M", "persistent", "entry check inside", "meetings outside"], rows)
 
 
+def _moe_table(results: Path) -> str:
+    path = results / "h200x2" / "moe-layer.json"
+    if not path.exists():
+        return "Not measured yet."
+    content = _read(path)
+    head = ["model, f", "GEMMs", "with SwiGLU, rows", "dispatch", "combine", "layer", "eager", "x in e4m3", "bound", "layer over bound",
+            "torch + NCCL", "DeepGEMM's GEMMs", "DeepGEMM's fused layer"]  # fmt: skip
+    rows = []
+    for r in content["rows"]:
+        ns = {name: t["slowest_ns"] for group in r["groups"].values() for name, t in group.items()}
+
+        def us(*names: str, ns: dict[str, float] = ns) -> str:
+            return f"{sum(ns[n] for n in names) / 1e3:,.0f}" if all(n in ns for n in names) else "–"
+
+        d = r["derived"]
+        bound = f"{d['bound_ns'] / 1e3:,.0f}" if "bound_ns" in d else "–"
+        over = f"{d['serial_over_bound']:.2f}" if "serial_over_bound" in d else "–"
+        rows.append([
+            f"{r['shape']}, {r['share']:g}", us("linear1", "linear2"), us("swiglu", "rows"), us("dispatch"), us("combine"), us("serial"),
+            us("eager"), us("serial_e4m3"), bound, over, us("torch"), us("deep_gemm_linear1", "deep_gemm_linear2"), us("deep_gemm_mega"),
+        ])  # fmt: skip
+    tokens, world = content["settings"]["tokens"], content["settings"]["world"]
+    said = f"µs per call, slowest rank, medians; {tokens:,} tokens on each of {world} ranks; `results/h200x2/moe-layer.json`."
+    return grid(head, rows) + "\n\n" + said
+
+
 def _read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
@@ -268,5 +294,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "attention-forms": _attention_forms_table,
     "attention-models": _attention_models_table,
     "attention-designs": _attention_designs_table,
+    "moe": _moe_table,
     **SIMULATED,
 }

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xstage.errors import XStageError
+from xstage.errors import UnsuitableMachine, XStageError
 from xstage.fingerprint import command, fingerprint
 from xstage.platform import check_writable
 
@@ -100,6 +100,26 @@ def interleaved(
             mine[name].append(begin.elapsed_time(end) * 1e6 / calls)
     everyone = gather([mine, clocks], group)
     return {name: Times([ranks[0][name] for ranks in everyone], [ranks[1][name] for ranks in everyone], calls) for name in names}
+
+
+def start_group(what: str) -> None:
+    """The default NCCL group of a benchmark that `torchrun` started, one GPU per process.
+
+    Args:
+        what: the command, for errors.
+
+    Raises:
+        UnsuitableMachine: fewer than two GPUs or ranks, or not started by torchrun.
+    """
+    if not torch.cuda.is_available() or torch.cuda.device_count() < 2:
+        raise UnsuitableMachine(f"{what}: needs two peer-connected GPUs, found {torch.cuda.device_count()}")
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            raise UnsuitableMachine(f"{what}: start it with torchrun --nproc-per-node 2 (one process per GPU)")
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
+        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    if dist.get_world_size() < 2:
+        raise UnsuitableMachine(f"{what}: needs at least two ranks")
 
 
 def meet(group: dist.ProcessGroup | None = None) -> None:

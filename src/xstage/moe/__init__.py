@@ -1,1 +1,1 @@
-"""Parts of a mixture-of-experts layer over several ranks: shapes, quantisation, routing, layout, reference. No operator yet."""
+"""A mixture-of-experts layer over several ranks: `op.MegaMoE`, its kernels, and the parts that both are tested by."""

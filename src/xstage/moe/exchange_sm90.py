@@ -210,12 +210,13 @@ class Arrange(_Kernel):
             row_weight[first + thread], row_slot[first + thread] = as_float(weight), slot
 
         start = buffer + self.offset["activation_scales"] + Int64(first) * (self.scales * 4)
-        for i in cutlass.range_constexpr(TILE_ROWS * pieces // self.threads):
+        for i in cutlass.range_constexpr(-(-TILE_ROWS * pieces // self.threads)):
             index = i * self.threads + thread
-            row, piece = index // pieces, index % pieces
-            four = load_16_once(start + Int64(index) * 16)
-            for j in cutlass.range_constexpr(4):
-                turned[(piece * 4 + j) * pitch + row] = four[j]
+            if index < TILE_ROWS * pieces:
+                row, piece = index // pieces, index % pieces
+                four = load_16_once(start + Int64(index) * 16)
+                for j in cutlass.range_constexpr(4):
+                    turned[(piece * 4 + j) * pitch + row] = four[j]
         cute.arch.sync_threads()
         for i in cutlass.range_constexpr(TILE_ROWS * self.scales // self.threads):
             index = i * self.threads + thread
@@ -290,9 +291,7 @@ def compiled_dispatch(layout: BufferLayout, wide: bool, quantized: bool) -> Any:
 @cache
 def compiled_arrange(layout: BufferLayout) -> Any:
     """`Arrange`; call it with the arguments of `Arrange.__call__`, without the stream."""
-    scales = cute.runtime.make_fake_tensor(
-        Float32, (layout.hidden // _BLOCK, cute.sym_int()), stride=(cute.sym_int64(), 1), assumed_align=16
-    )
+    scales = cute.runtime.make_fake_tensor(Float32, (layout.hidden // _BLOCK, layout.rows), stride=(layout.rows, 1), assumed_align=16)
     weights = cute.runtime.make_fake_tensor(Float32, (cute.sym_int(),), stride=(1,), assumed_align=16)
     return cute.compile(
         Arrange(layout), Int64(0), *fake_int32(2), scales, weights, *fake_words(3), _stream(), options="--enable-tvm-ffi"

@@ -15,8 +15,10 @@ time; the first half's runs under the second half's last wgmma.
 One layer, or both of a MoE layer in one list of work, in any order that puts every Linear-1 entry of a row tile before its first Linear-2
 entry. Then a row tile of Linear-1's output is ready when `ready[tile]` has counted both warpgroups of all its column tiles:
 
-1. A warpgroup's copy to memory is complete (`wait_group 0` by the warp that issued it), and its scales are written; the warpgroup meets.
-2. That warp's fence and `red.release.gpu` add one. A warpgroup does this one tile later, when the copy is long done, and after its last.
+1. The math warps stage a tile in shared memory, write its scales, and hand it to their warpgroup's store warp (named barrier `STAGED`).
+2. The store warp copies it to memory, says that the staging is free (`FREE`), waits until the copy is complete, and adds one
+   (`red.release.gpu`). No math warp waits for a copy, and what a tile is waited for by never waits for anything but that copy: were the
+   count added by the math warps, later, it would wait for their next tile's loads, which may wait for another warpgroup's count.
 3. The loading warp of a Linear-2 tile acquires the full count (gpu scope), makes a proxy fence, and lets the copy engine read.
 
 Clusters take entries in turn, so each works through its own in the list's order; the smallest unfinished entry can always run, since all
@@ -151,6 +153,10 @@ class GroupedGemm:
             if warp == 8:
                 slots = [shared.a.get_tensor(slots_a.outer, swizzle=slots_a.inner), shared.a.get_tensor(halves_a.outer, swizzle=halves_a.inner), shared.w.get_tensor(slots_w.outer, swizzle=slots_w.inner)]  # fmt: skip  # noqa: E501
                 self._load(sources, slots, s_scales, tile_expert, work, ready, entry, step, count, member, full, empty)
+            if const_expr(len(self.epilogues) == 2):
+                if (warp == 9) | (warp == 10):
+                    self.epilogues[0].begin(shared.staging, (warp - 9) * 128, targets[0])
+                    self._store(work, ready, entry, step, count, member)
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             slice_ = start.get_slice(thread)
@@ -166,7 +172,7 @@ class GroupedGemm:
             for epilogue, target in zip(self.epilogues, targets, strict=True):
                 epilogue.begin(shared.staging, thread, target)
             two = len(self.epilogues) == 2
-            base, phase, unsaid = Int32(0), Int32(0), Int32(-1)
+            base, phase, staged = Int32(0), Int32(0), Int32(0)
             mine = work[cutlass.min(entry, count - 1) * 2 + member] if count > 0 else Int32(0)
             while entry < count:
                 m, n, layer = mine >> ROW_SHIFT, (mine >> 1) & COLUMN_MASK, (mine >> LAYER_SHIFT) & 1
@@ -183,7 +189,9 @@ class GroupedGemm:
                     self._round(-1, fixed, base, phase, m, n, layer)
                     base, phase = self._next(base, phase)
                 if const_expr(two):
-                    unsaid = self._say_ready(ready, unsaid)
+                    if staged == 1:
+                        self.epilogues[0].await_free()
+                    staged = layer ^ 1
                 entry += step
                 mine = work[cutlass.min(entry, count - 1) * 2 + member]
                 if const_expr(two):
@@ -191,14 +199,14 @@ class GroupedGemm:
                         self._round(1, fixed, base, phase, m, n, layer)
                     else:
                         self._round(0, fixed, base, phase, m, n, layer)
-                        unsaid = m
                 else:
                     self._round(0, fixed, base, phase, m, n, layer)
                 base, phase = self._next(base, phase)
             if const_expr(two):
-                self._say_ready(ready, unsaid)
-            for epilogue in self.epilogues:
-                epilogue.end()
+                if staged == 1:
+                    self.epilogues[0].await_free()
+            else:
+                self.epilogues[0].end()
         # A CTA must not go while its partner may still multicast to it or arrive at its barriers.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
@@ -283,15 +291,18 @@ class GroupedGemm:
         cute.arch.fence_proxy("async")
 
     @cute.jit
-    def _say_ready(self, ready, unsaid) -> Int32:
-        """Count this warpgroup's last Linear-1 tile, if it was not counted yet; its staging is free afterwards."""
-        if unsaid >= 0:
-            self.epilogues[0].drain()
-            if self.epilogues[0].leads:
+    def _store(self, work, ready, entry, step, count, member) -> None:
+        """One warp per math warpgroup: its Linear-1 tiles from staging to memory, and the count of what is there."""
+        while entry < count:
+            mine = work[entry * 2 + member]
+            if (mine >> LAYER_SHIFT) & 1 == 0:
+                m = mine >> ROW_SHIFT
+                self.epilogues[0].store_staged(m, (mine >> 1) & COLUMN_MASK)
                 cute.arch.fence_proxy("async")
-                with cute.arch.elect_one():
-                    signals.count_release_gpu(ready[0].iterator.toint() + Int64(unsaid) * 4)
-        return Int32(-1)
+                cute.arch.sync_warp()
+                if cute.arch.lane_idx() == 0:
+                    signals.count_release_gpu(ready[0].iterator.toint() + Int64(m) * 4)
+            entry += step
 
     @cute.jit
     def _round(self, last: cutlass.Constexpr[int], fixed, base, phase, m, n, layer) -> None:

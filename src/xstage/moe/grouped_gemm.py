@@ -139,7 +139,7 @@ def _compiled(kind: str, unroll: int, option: Any = None) -> Any:
         "swiglu": ((epilogues.SwigluFp8(option),), (fp8,), LINEAR1),
         "rows": ((epilogues.RowsToSlots(),), (vector(Int64),), LINEAR2),
         "plain": ((epilogues.Plain(),), (bf16,), option),
-        "both": ((epilogues.SwigluFp8(option), epilogues.RowsToSlots()), (fp8, vector(Int64)), LINEAR1),
+        "both": ((epilogues.SwigluFp8(option, handed=True), epilogues.RowsToSlots()), (fp8, vector(Int64)), LINEAR1),
     }[kind]
     ready = (vector(Int32), vector(Int64), Int64(0)) if kind == "both" else None
     layers = tuple(layer(columns) for _, columns in zip(parts, (columns1, columns2), strict=False))

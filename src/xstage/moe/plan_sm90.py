@@ -32,6 +32,7 @@ from xstage.moe.work_table import GROUP_UNITS, LINEAR2, TILE_ROWS, WorkOrder, en
 WARP_TOKENS = 16
 ENTRIES1, ENTRIES2, TILES, ROWS = 0, 1, 2, 3  # `totals`
 _BATCH = 16  # loads of a thread under way at a time
+_MAX_PARTS = 16
 
 
 def load_pick(topk_idx: Int64, pair: Int32, wide: bool) -> Any:
@@ -138,7 +139,7 @@ class Plan:
         self.columns1, self.columns2 = columns1, columns2
         self.order: Any = order
         self.mine = experts // world
-        self.parts = self.threads // experts  # threads that share an expert's chunks
+        self.parts = min(self.threads // experts, _MAX_PARTS)  # threads that share an expert's chunks
 
     # Branches at run time carry `self` as an object without runtime values.
     def __extract_mlir_values__(self) -> list[Any]:

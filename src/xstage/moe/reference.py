@@ -37,10 +37,12 @@ class Linear:
 
     Attributes:
         weight: [experts, out, in], e4m3 where there are scales. scales: float32 [experts, out / 128, in / 128].
+        interleaved: rows of `weight` (not of `scales`) lie as `quantize.interleave_gate_up` mixes them; `apply` and `dense` undo it.
     """
 
     weight: torch.Tensor
     scales: torch.Tensor | None = None
+    interleaved: bool = False
 
     @classmethod
     def of(cls, weight: torch.Tensor, precision: str) -> Linear:
@@ -55,11 +57,18 @@ class Linear:
 
     def experts(self, start: int, stop: int) -> Linear:
         """Of some of the experts."""
-        return Linear(self.weight[start:stop], None if self.scales is None else self.scales[start:stop])
+        return Linear(self.weight[start:stop], None if self.scales is None else self.scales[start:stop], self.interleaved)
+
+    def dense(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        """[out, in] of one expert in `dtype`, scales applied, gate rows before up rows."""
+        weight = self._of(expert)
+        if self.scales is None:
+            return weight.to(dtype)
+        return quantize.dequantize_weights(weight, self.scales[expert], torch.promote_types(dtype, torch.float32)).to(dtype)
 
     def apply(self, expert: int, rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         """rows [n, in], with scales [n, in / 128] if they are e4m3, times the expert's weight: float32 (float64) [n, out]."""
-        weight = self.weight[expert]
+        weight = self._of(expert)
         if self.scales is None or scales is None:
             work = torch.float64 if rows.dtype == torch.float64 else torch.float32
             return rows.to(work) @ weight.to(work).T
@@ -69,6 +78,9 @@ class Linear:
             k = slice(block * quantize.BLOCK, (block + 1) * quantize.BLOCK)
             total += rows[:, k].float() @ weight[:, k].float().T * (scales[:, block, None] * per_row[:, block])
         return total
+
+    def _of(self, expert: int) -> torch.Tensor:
+        return quantize.separate_gate_up(self.weight[expert]) if self.interleaved else self.weight[expert]
 
 
 def swiglu(x: torch.Tensor, clamp: float | None = None) -> torch.Tensor:
@@ -82,14 +94,17 @@ def swiglu(x: torch.Tensor, clamp: float | None = None) -> torch.Tensor:
 def moe(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, linear1: Linear, linear2: Linear, *, precision: str = "fp8",
     clamp: float | None = None, layout: BufferLayout | None = None, group: dist.ProcessGroup | None = None,
+    x_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The layer.
 
     Args:
-        x: [tokens, hidden] in bfloat16, float16, float32 or float64. topk_idx: [tokens, top_k], −1 masks a pick.
+        x: [tokens, hidden] in bfloat16, float16, float32 or float64; with `x_scales` (fp8 only) e4m3. topk_idx: [tokens, top_k], −1
+            masks a pick.
         topk_weights: [tokens, top_k] in float32 or less, as it travels.
         linear1: [my experts, 2 · intermediate, hidden], gate before up. linear2: [my experts, hidden, intermediate].
         precision: `float64`, `bf16` or `fp8`; the weights must be of the same.
+        x_scales: float32 [tokens, hidden / 128] of an `x` that is quantised already.
         clamp: see `swiglu`. layout: sizes of the buffer, the same on every rank; None without a group: as large as needed.
         group: gloo group for CPU tensors; tokens may differ between its ranks and be none. None: one process has all experts.
 
@@ -106,13 +121,17 @@ def moe(
             raise XStageError("layout: None does not do with a group; all ranks must be given the same one")
         layout = BufferLayout(1, len(linear1.weight), hidden, topk_idx.shape[1], max(tokens, 1), 1, precision)
     _check(x, topk_idx, topk_weights, linear1, linear2, layout, precision, ranks)
+    if x_scales is not None and (
+        precision != "fp8" or x.dtype != torch.float8_e4m3fn or x_scales.shape != (tokens, hidden // quantize.BLOCK)
+    ):
+        raise XStageError(f"x_scales: {tuple(x_scales.shape)} with x {x.dtype} and precision {precision!r}; they are of an e4m3 x in fp8")
     if group is not None and x.device.type != "cpu":
         raise XStageError(f"x: lies on {x.device}; the reference exchanges CPU tensors over gloo")
 
     buffer = Buffer(layout, me, group, x.device)
     counts = buffer.exchange_counts(routing.count(topk_idx, layout.experts))
     placement = routing.place(topk_idx, counts, me, layout.tile)
-    buffer.dispatch(x, topk_weights, placement, counts)
+    buffer.dispatch(x, topk_weights, placement, counts, x_scales)
     buffer.combine(*_experts(buffer, counts, linear1, linear2, clamp), counts, placement)
 
     slots = buffer.view("combine").unflatten(0, (layout.max_tokens_per_rank, layout.top_k))[:tokens]
@@ -154,7 +173,10 @@ class Buffer:
         self.store("counts", torch.full_like(ranks, self.me), counts.expand(len(ranks), -1), ranks, [1] * len(ranks))
         return self.view("counts").clone()
 
-    def dispatch(self, x: torch.Tensor, topk_weights: torch.Tensor, placement: routing.Placement, counts: torch.Tensor) -> None:
+    def dispatch(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, placement: routing.Placement, counts: torch.Tensor,
+        x_scales: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Rows, scales and sources to the ranks of their experts."""
         arriving = routing.count_ranks(counts, self.layout.ranks)[:, self.me].tolist()
         token, pick = (placement.row >= 0).nonzero(as_tuple=True)
@@ -163,7 +185,7 @@ class Buffer:
         sources = torch.stack((torch.full_like(rank, self.me), token.to(torch.int32), pick.to(torch.int32), weight), 1)
         self.store("sources", row, sources, rank, arriving)
         if self.layout.precision == "fp8":
-            rows, scales = quantize.quantize_activations(x)
+            rows, scales = quantize.quantize_activations(x) if x_scales is None else (x, x_scales)
             self.store("activation_scales", row, scales[token], rank, arriving)
         else:
             rows = x.to(self.view("activations").dtype)

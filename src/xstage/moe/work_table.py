@@ -1,7 +1,7 @@
 """Which tile of a grouped GEMM comes when: the order of work of kernels that run as clusters of two CTAs.
 
 A tile is `TILE_ROWS` rows of one expert times `TILE_COLUMNS` columns of its weight. An entry of the table is two words, the tile of CTA 0
-and that of CTA 1, each m_tile << 12 | n_tile << 1 | shares_a:
+and that of CTA 1, each m_tile << 12 | n_tile << 1 | shares_a (bit 11 is free, `gemm_sm90` names a layer there):
 
 * Two successive m tiles of one expert are a *unit*: its entries are (m, n) and (m + 1, n), the CTAs share the weight, `shares_a` is 0.
 * An odd last m tile of an expert is a *single* unit: its entries are (m, n) and (m, n + 1) for even n, the CTAs share the rows,

@@ -25,7 +25,6 @@ Not covered: causal attention, more than one host, back-to-back replays.
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
@@ -43,7 +42,7 @@ from xstage.attention import serial
 from xstage.attention.layout import SequenceLayout
 from xstage.attention.op import AttentionA2A, Variant
 from xstage.bench import timing
-from xstage.errors import UnsuitableMachine, XStageError
+from xstage.errors import XStageError
 from xstage.platform import Platform, load_platform
 
 HEADS, SEQUENCES, HEAD_DIM = (4, 12), (4096, 8192, 16384, 32768, 65536), 128
@@ -189,7 +188,7 @@ def run(
         if name not in GROUPS:
             raise XStageError(f"groups: {name!r} is not one of {', '.join(GROUPS)}")
     known = None if platform is None else load_platform(platform)
-    _start_group()
+    timing.start_group("bench attention")
     rank, world = dist.get_rank(), dist.get_world_size()
     todo = [Shape(f"H{h}_M{m}", h, m) for m in sorted(sequences) for h in heads]
     if shapes == "dit":
@@ -320,15 +319,3 @@ def _remote_tiles(layout: SequenceLayout, rank: int, heads: int, order: str, sms
         layout, rank, heads=heads, batch=1, tile_rows=tile_rows, wave=sms, order=order, capacity_tiles=sms * 24 // 32
     )  # fmt: skip
     return lay.remote_tiles(table, layout, rank, tile_rows, sms)
-
-
-def _start_group() -> None:
-    if not torch.cuda.is_available() or torch.cuda.device_count() < 2:
-        raise UnsuitableMachine(f"bench attention: needs two peer-connected GPUs, found {torch.cuda.device_count()}")
-    if not dist.is_initialized():
-        if "RANK" not in os.environ:
-            raise UnsuitableMachine("bench attention: start it with torchrun --nproc-per-node 2 (one process per GPU)")
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
-        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    if dist.get_world_size() < 2:
-        raise UnsuitableMachine("bench attention: needs at least two ranks")

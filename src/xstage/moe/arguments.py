@@ -1,0 +1,78 @@
+"""What a MoE layer takes: every refusal of `xstage.moe.op` that needs no peer, each naming the argument, its value and the limit."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from xstage.errors import XStageError
+from xstage.moe.layout import BufferLayout
+from xstage.moe.quantize import BLOCK
+
+SCHEDULES = ("serial",)
+FALLBACKS = ("serial", "error")
+TILE = 128
+PICKS = (torch.int32, torch.int64)
+WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def layout(ranks: int, num_experts: int, hidden: int, intermediate: int, top_k: int, max_tokens_per_rank: int) -> BufferLayout:
+    """The layout of the buffers.
+
+    Raises:
+        XStageError: numbers outside their range, or that do not divide each other.
+    """
+    made = BufferLayout(ranks, num_experts, hidden, top_k, max_tokens_per_rank, TILE)
+    if not isinstance(intermediate, int) or intermediate < 1 or intermediate % BLOCK:
+        raise XStageError(f"intermediate: {intermediate!r} must be a positive multiple of {BLOCK}")
+    return made
+
+
+def check_options(schedule: str, clamp: float | None, dtype: torch.dtype, fallback: str) -> None:
+    """Refuse options that are no numbers of the layout.
+
+    Raises:
+        XStageError: an option that is not known, or a clamp that is not positive.
+    """
+    for name, value, known in (("schedule", schedule, SCHEDULES), ("fallback", fallback, FALLBACKS)):
+        if value not in known:
+            raise XStageError(f"{name}: {value!r} is not one of {', '.join(known)}")
+    if clamp is not None and not 0 < clamp < math.inf:
+        raise XStageError(f"clamp: {clamp} must be positive and finite, or None")
+    if dtype != torch.bfloat16:
+        raise XStageError(f"dtype: {dtype} must be bfloat16")
+
+
+def check_call(
+    x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor, layout: BufferLayout,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """Refuse arguments of a call by shape, dtype and device; does not look at their values.
+
+    Raises:
+        XStageError: see `MegaMoE.__call__`.
+    """
+    hidden = layout.hidden
+    if x.dim() != 2 or x.shape[1] != hidden:
+        raise XStageError(f"x: shape {tuple(x.shape)} must be [tokens, {hidden}]")
+    tokens = x.shape[0]
+    if tokens > layout.max_tokens_per_rank:
+        raise XStageError(f"x: {tokens} tokens; the limit is max_tokens_per_rank = {layout.max_tokens_per_rank}")
+    if x.dtype != (torch.bfloat16 if x_scales is None else torch.float8_e4m3fn):
+        given = "without" if x_scales is None else "with"
+        raise XStageError(f"x: {x.dtype} {given} x_scales; must be bfloat16 without, or float8_e4m3fn with them")
+    if x_scales is not None and (x_scales.dtype != torch.float32 or x_scales.shape != (tokens, hidden // BLOCK)):
+        raise XStageError(f"x_scales: {x_scales.dtype} {tuple(x_scales.shape)} must be float32 {(tokens, hidden // BLOCK)}")
+    for name, tensor, known in (("topk_idx", topk_idx, PICKS), ("topk_weights", topk_weights, WEIGHTS)):
+        if tensor.shape != (tokens, layout.top_k):
+            raise XStageError(f"{name}: shape {tuple(tensor.shape)} must be {(tokens, layout.top_k)}")
+        if tensor.dtype not in known:
+            raise XStageError(f"{name}: {tensor.dtype} must be {' or '.join(str(d).removeprefix('torch.') for d in known)}")
+    for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights), ("x_scales", x_scales)):
+        if tensor is None:
+            continue
+        if tensor.device != device:
+            raise XStageError(f"{name}: lies on {tensor.device}; this object is on {device}")
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise XStageError(f"{name}: requires a gradient; there is no backward (use torch.no_grad())")

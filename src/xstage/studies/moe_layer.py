@@ -1,0 +1,342 @@
+"""What a MoE layer costs step by step, and how far the whole is from its compute and its bytes; measured on two or more Hopper GPUs.
+
+Each row is a model's shape, a number of tokens per rank, and a share f of remote picks; f = 7/8 gives each of two GPUs the egress that
+8-way expert parallelism gives it. Variants of a group run interleaved (`bench.timing`):
+
+* `gemm`: the two grouped GEMMs on the rows that a dispatch brought, without exchange: `linear1`, `linear2` (bf16 out, local), `swiglu`
+  (Linear-1 as the layer runs it), `rows` (Linear-2 whose rows go to their ranks), `rows_local` (the control: the same into this GPU).
+* `layer`: `dispatch` and `combine` by themselves, the whole layer in a CUDA graph (`serial`), the same with x in e4m3 (`serial_e4m3`),
+  and without a graph (`eager`). By itself `dispatch` meets its peers only the first time, `combine` every time.
+* `torch`: plain torch and NCCL with weights in bf16, eager (`serial.TorchPipeline`); fewer rounds, for it may be slow.
+
+The bound is compute (`linear1` + `linear2`) plus the bytes that leave the busiest rank over R of a platform file, plus `OVERHEAD_NS` for
+launches, meetings, plan and reduction: what a layer takes that overlaps nothing and wastes nothing else.
+
+`extra` adds variants of other packages to the same groups and the same interleaving; see `benchmarks/sgl_deep_gemm.py`.
+
+Not covered: skewed routings, more than one host, back-to-back replays.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from xstage.attention.serial import graphed
+from xstage.bench import timing
+from xstage.errors import XStageError
+from xstage.moe import quantize
+from xstage.moe.op import MegaMoE
+from xstage.moe.reference import Linear
+from xstage.moe.serial import SerialPipeline, TorchPipeline
+from xstage.moe.shapes import MoEShape, shape
+from xstage.platform import Platform, load_platform
+
+SHAPES, SHARES = ("Qwen3.5", "DSv4-Flash", "Hy3", "Qwen3-30B", "GLM-5.2"), (0.5, 0.875)
+OVERHEAD_NS = 150e3
+GROUPS = ("gemm", "layer", "torch")
+
+
+@dataclass
+class Layer:
+    """A layer with random weights and one routing, after a call: every buffer of `pipeline` holds what that call left.
+
+    Attributes:
+        x: bfloat16 [tokens, hidden]; q, scales: the same in e4m3. idx, weights: [tokens, top_k]. out: what the call returned.
+        rows: of this rank's experts, with paddings. products: bf16 [rows, 2 · intermediate] and [rows, hidden], outputs of `plain`.
+    """
+
+    shape: MoEShape
+    moe: MegaMoE
+    pipeline: SerialPipeline
+    x: torch.Tensor
+    q: torch.Tensor
+    scales: torch.Tensor
+    idx: torch.Tensor
+    weights: torch.Tensor
+    out: torch.Tensor
+    rows: int
+    products: tuple[torch.Tensor, torch.Tensor]
+
+    def plain(self, which: int) -> None:
+        """Linear-1 (0) or Linear-2 (1) as a product alone."""
+        from xstage.moe import grouped_gemm
+
+        p, e, w = self.pipeline, self.pipeline.exchange, self.pipeline.weights
+        if which == 0:
+            grouped_gemm.plain(
+                e.activations, e.scales, w.w1, w.w1_scales.flatten(2), e.tile_expert, e.work1, e.totals, self.products[0], 0
+            )  # fmt: skip
+        else:
+            grouped_gemm.plain(p.middle, p.middle_scales, w.w2, w.w2_scales, e.tile_expert, e.work2, e.totals, self.products[1], 1)
+
+
+Extra = Callable[[Layer], Mapping[str, Mapping[str, Callable[[], Any]]]]
+
+
+def draw(tokens: int, experts: int, top_k: int, share: float, rank: int, world: int, generator: torch.Generator) -> torch.Tensor:
+    """int64 [tokens, top_k] on the generator's device: distinct experts, even inside and outside the rank, each pick remote with `share`.
+
+    Raises:
+        XStageError: share outside 0 … 1, or fewer experts on a rank than picks.
+    """
+    here = experts // world
+    if not 0 <= share <= 1:
+        raise XStageError(f"share: {share} must lie in 0 … 1")
+    if here < top_k or experts - here < top_k:
+        raise XStageError(f"experts: {here} on a rank and {experts - here} elsewhere; each must be at least top_k = {top_k}")
+    device = generator.device
+    remote = (torch.rand(tokens, top_k, device=device, generator=generator) < share).sum(1, keepdim=True)
+    local = torch.rand(tokens, here, device=device, generator=generator).topk(top_k).indices + rank * here
+    other = torch.rand(tokens, experts - here, device=device, generator=generator).topk(top_k).indices
+    other += (other >= rank * here) * here
+    return torch.where(torch.arange(top_k, device=device) < remote, other, local)
+
+
+def sent_bytes(pairs: int, arrived: int, hidden: int) -> int:
+    """Bytes that leave a rank: `pairs` rows to other ranks with scales and sources, results of `arrived` rows back to other ranks."""
+    return pairs * (hidden + 4 * hidden // quantize.BLOCK + 16) + arrived * 2 * hidden
+
+
+def derived(
+    times: Mapping[str, Mapping[str, timing.Times]], bytes_sent: int, rate: float | None, flops: tuple[float, float]
+) -> dict[str, float]:
+    """Answers of a row, ns and ratios; only those whose variants were measured.
+
+    Args:
+        bytes_sent: by the busiest rank. rate: R in bytes/ns, None: no bound. flops: of Linear-1 and Linear-2 on the fullest rank.
+    """
+    ns = {name: t.slowest_ns for measured in times.values() for name, t in measured.items()}
+    answers: dict[str, float] = {}
+    if "linear1" in ns:
+        answers["compute_ns"] = round(ns["linear1"] + ns["linear2"], 1)
+        answers["swiglu_over_plain"] = round(ns["swiglu"] / ns["linear1"], 4)
+        answers["rows_local_over_plain"] = round(ns["rows_local"] / ns["linear2"], 4)
+        answers["rows_remote_ns"] = round(ns["rows"] - ns["rows_local"], 1)
+        answers["linear1_tflops"], answers["linear2_tflops"] = (
+            round(f / ns[n] / 1e3, 1) for f, n in zip(flops, ("linear1", "linear2"), strict=True)
+        )
+        if rate is not None:
+            answers["bytes_over_rate_ns"] = round(bytes_sent / rate, 1)
+            answers["bound_ns"] = round(answers["compute_ns"] + bytes_sent / rate + OVERHEAD_NS, 1)
+        if "deep_gemm_linear1" in ns:
+            answers["gemm_over_deepgemm"] = round(answers["compute_ns"] / (ns["deep_gemm_linear1"] + ns["deep_gemm_linear2"]), 4)
+    if "serial" in ns:
+        if "bound_ns" in answers:
+            answers["serial_over_bound"] = round(ns["serial"] / answers["bound_ns"], 4)
+        if "swiglu" in ns:
+            steps = ns["dispatch"] + ns["swiglu"] + ns["rows"] + ns["combine"]
+            answers["serial_over_steps"] = round(ns["serial"] / steps, 4)
+        for other, name in (("torch", "speedup_over_torch"), ("deep_gemm_mega", "speedup_over_deep_gemm_mega")):
+            if other in ns:
+                answers[name] = round(ns[other] / ns["serial_e4m3" if other == "deep_gemm_mega" else "serial"], 4)
+    return answers
+
+
+def headline(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Headline figures: GEMMs against DeepGEMM, the layer's time at f = 1/2, the worst ratio to the bound."""
+    out: dict[str, dict[str, Any]] = {}
+    ratios = [r["derived"]["serial_over_bound"] for r in rows if "serial_over_bound" in r["derived"]]
+    if ratios:
+        out["moe.serial_over_bound.max"] = {"value": max(ratios), "unit": "ratio"}
+    for r in rows:
+        if r["share"] != 0.5:
+            continue
+        if "gemm_over_deepgemm" in r["derived"]:
+            out[f"moe.gemm_over_deepgemm.{r['shape']}"] = {"value": r["derived"]["gemm_over_deepgemm"], "unit": "ratio"}
+        if "serial" in r["groups"].get("layer", {}):
+            out[f"moe.serial_us.f12.{r['shape']}"] = {"value": round(r["groups"]["layer"]["serial"]["slowest_ns"] / 1e3, 1), "unit": "µs"}
+    return out
+
+
+def run(
+    out: str, *, shapes: Sequence[str] = SHAPES, tokens: int = 8192, shares: Sequence[float] = SHARES, rounds: int = 9,
+    budget_s: float = 400.0, pause_s: float = 0.04, platform: str | None = "h200-nvlink4", groups: Sequence[str] = GROUPS,
+    extra: Extra | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure every (shape, share) row and write a result file after each; run by every rank (torchrun).
+
+    Args:
+        out: path of the result file. shapes: names of `xstage.moe.shapes`. tokens: per rank. shares: of remote picks.
+        budget_s: no shape is begun after this many seconds. platform: gallery name or path, whose R gives the bound; None: no bound.
+        groups: which of `GROUPS` to run. extra: more variants per group, called with each row's layer.
+
+    Returns:
+        The content of the result file.
+
+    Raises:
+        UnsuitableMachine: fewer than two ranks, or the kernels cannot run here.
+        XStageError: unknown group or shape, numbers outside their range, a path that cannot be written.
+    """
+    for name in groups:
+        if name not in GROUPS:
+            raise XStageError(f"groups: {name!r} is not one of {', '.join(GROUPS)}")
+    if tokens < 1:
+        raise XStageError(f"tokens: {tokens} must be at least 1")
+    models = [shape(name) for name in shapes]
+    known = None if platform is None else load_platform(platform)
+    timing.start_group("bench moe-layer")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    settings = {
+        "world": world, "tokens": tokens, "rounds": rounds, "pause_s": pause_s, "platform": platform, "overhead_ns": OVERHEAD_NS,
+        "groups": list(groups), "others": extra is not None,
+    }  # fmt: skip
+    results = timing.ResultFile(out, "moe-layer", write=rank == 0, settings=settings)
+    begun, cut_short = time.monotonic(), False
+    # One rank decides what there is to do, and its clock, or ranks would part ways.
+    done = {tuple(key) for key in timing.gather([(row["shape"], row["share"]) for row in results.content["rows"]])[0]}
+    for model in models:
+        todo = [share for share in shares if (model.name, share) not in done]
+        late = timing.gather(time.monotonic() - begun)[0] > budget_s
+        cut_short |= late and bool(todo)
+        if late or not todo:
+            continue
+        with MegaMoE(
+            num_experts=model.experts, hidden=model.hidden, intermediate=model.intermediate, top_k=model.top_k,
+            max_tokens_per_rank=tokens, fallback="error",
+        ) as moe:  # fmt: skip
+            _load(moe, model)
+            for share in todo:
+                row = _row(_layer(moe, model, tokens, share), share, groups, rounds, pause_s, known, extra)
+                results.content["headline"] = headline([*results.content["rows"], row])
+                results.add(row)
+                if rank == 0:
+                    answers = " ".join(f"{k} {v:g}" for k, v in row["derived"].items())
+                    print(f"{model.name} f={share:g}: {answers} ({time.monotonic() - begun:.0f} s)", file=sys.stderr, flush=True)
+        torch.cuda.empty_cache()
+    if not cut_short:
+        results.finish()
+    timing.meet()
+    return results.content
+
+
+def _load(moe: MegaMoE, model: MoEShape) -> None:
+    """Random e4m3 weights, made on the GPU: the same arithmetic, and no matrix in high precision."""
+    experts = model.experts // dist.get_world_size()
+    made = []
+    for rows, columns in ((2 * model.intermediate, model.hidden), (model.hidden, model.intermediate)):
+        w = torch.empty(experts, rows, columns, dtype=torch.float8_e4m3fn, device=moe.device)
+        for part in w:
+            part.copy_(torch.randn(rows, columns, device=moe.device, dtype=torch.bfloat16))
+        made += [w, (torch.rand(experts, rows // quantize.BLOCK, columns // quantize.BLOCK, device=moe.device) + 0.5) * columns**-0.5]
+    moe.load_weights(made[0], made[2], w1_scales=made[1], w2_scales=made[3])
+
+
+def _layer(moe: MegaMoE, model: MoEShape, tokens: int, share: float) -> Layer:
+    generator = torch.Generator(device=moe.device).manual_seed(1 + moe.rank)
+    idx = draw(tokens, model.experts, model.top_k, share, moe.rank, moe.world, generator)
+    x = torch.randn(tokens, model.hidden, device=moe.device, generator=generator, dtype=torch.bfloat16)
+    q, scales = quantize.quantize_activations(x)
+    weights = torch.rand(tokens, model.top_k, device=moe.device, generator=generator) / model.top_k
+    assert moe._serial is not None
+    moe(q, idx, weights, x_scales=scales)
+    out = moe(x, idx, weights)
+    moe.check()
+    rows = int(moe._serial.exchange.totals[3])
+    products = tuple(
+        torch.empty(moe.layout.rows, n, dtype=torch.bfloat16, device=moe.device) for n in (2 * model.intermediate, model.hidden)
+    )
+    return Layer(model, moe, moe._serial, x, q, scales, idx, weights, out, rows, (products[0], products[1]))
+
+
+def _variants(layer: Layer) -> dict[str, dict[str, Callable[[], Any]]]:
+    pipeline, moe, exchange = layer.pipeline, layer.moe, layer.pipeline.exchange
+    x, idx, weights, out = layer.x, layer.idx, layer.weights, torch.empty_like(layer.out)
+    places = torch.arange(len(exchange.row_slot), device=moe.device) * (2 * layer.shape.hidden) + layer.products[1].data_ptr()
+    local = torch.where(exchange.row_slot != 0, places, 0)
+    return {
+        "gemm": {
+            "linear1": partial(layer.plain, 0), "swiglu": pipeline.linear1, "linear2": partial(layer.plain, 1),
+            "rows": lambda: pipeline.linear2(exchange.row_slot), "rows_local": lambda: pipeline.linear2(local),
+        },
+        "layer": {
+            "dispatch": lambda: _launch(exchange._dispatch_steps(x, None, idx, weights)),
+            "combine": lambda: _launch(exchange._combine_steps(idx, out)),
+            "serial": lambda: moe(x, idx, weights), "serial_e4m3": lambda: moe(layer.q, idx, weights, x_scales=layer.scales),
+            "eager": lambda: moe(x, idx, weights),
+        },
+    }  # fmt: skip
+
+
+def _launch(steps: Sequence[tuple[str, Callable[[], Any]]]) -> None:
+    for _, launch in steps:
+        launch()
+
+
+def _plain_torch(layer: Layer) -> Callable[[], Any]:
+    moe, held = layer.moe, layer.pipeline.weights
+    dense = []
+    for linear, size in ((held.linear1, held.w1.shape), (held.linear2, held.w2.shape)):
+        w = torch.empty(size, dtype=torch.bfloat16, device=moe.device)
+        for e in range(len(w)):
+            w[e] = linear.dense(e, torch.bfloat16)
+        dense.append(Linear(w))
+    pipeline = TorchPipeline(moe.layout, clamp=moe.clamp, group=moe.group, refused=lambda rank: None)
+    out = torch.empty_like(layer.out)
+
+    def call() -> torch.Tensor:
+        pipeline.run(layer.x, layer.idx, layer.weights, dense[0], dense[1], out)
+        return out
+
+    return call
+
+
+EAGER = ("eager", "torch")
+
+
+def _row(
+    layer: Layer, share: float, groups: Sequence[str], rounds: int, pause_s: float, platform: Platform | None, extra: Extra | None
+) -> dict[str, Any]:
+    model, moe, world = layer.shape, layer.moe, dist.get_world_size()
+    more = {} if extra is None else extra(layer)
+    times: dict[str, dict[str, timing.Times]] = {}
+    agreement: dict[str, float] = {}
+    for group in GROUPS:
+        if group not in groups:
+            continue
+        ours = {"torch": _plain_torch(layer)} if group == "torch" else _variants(layer)[group]
+        functions = {**ours, **more.get(group, {})}
+        timed: dict[str, Callable[[], Any]] = {}
+        calls = 1 if group == "torch" else 2
+        for name, function in functions.items():
+            result = function()
+            if name == "torch":
+                agreement[name] = float((result.float() - layer.out.float()).norm() / layer.out.float().norm())
+            timing.meet()
+            eager = name in EAGER or name not in ours
+            timed[name] = partial(_repeat, function, calls) if eager else graphed(function, calls)
+            timing.meet()
+        few = max(3, rounds // 3) if group == "torch" else rounds
+        times[group] = timing.interleaved(timed, calls=calls, rounds=few, pause_s=pause_s)
+        del timed, functions, ours
+        moe.check()
+        timing.meet()
+    here = moe.layout.experts_per_rank
+    owner = layer.idx // here
+    sent = [int((owner == rank).sum()) for rank in range(world)]
+    everyone = timing.gather((sent, layer.rows))
+    remote = [sum(n for to, n in enumerate(ranks[0]) if to != rank) for rank, ranks in enumerate(everyone)]
+    arrived = [sum(ranks[0][rank] for source, ranks in enumerate(everyone) if source != rank) for rank in range(world)]
+    bytes_sent = max(sent_bytes(a, b, model.hidden) for a, b in zip(remote, arrived, strict=True))
+    most = max(ranks[1] for ranks in everyone)
+    flops = (4.0 * most * model.hidden * model.intermediate, 2.0 * most * model.hidden * model.intermediate)
+    rate = None if platform is None else float(platform.method("st_global").drain_rate(platform.sms))
+    return {
+        "shape": model.name, "hidden": model.hidden, "intermediate": model.intermediate, "experts": model.experts, "top_k": model.top_k,
+        "tokens": len(layer.x), "share": share, "rows": [ranks[1] for ranks in everyone], "remote_pairs": remote, "sent_bytes": bytes_sent,
+        "object_bytes": moe.size_bytes.total, "agreement": {k: round(v, 5) for k, v in agreement.items()},
+        "derived": derived(times, bytes_sent, rate, flops),
+        "groups": {group: {name: t.to_json() for name, t in measured.items()} for group, measured in times.items()},
+    }  # fmt: skip
+
+
+def _repeat(function: Callable[[], Any], calls: int) -> None:
+    for _ in range(calls):
+        function()

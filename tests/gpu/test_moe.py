@@ -1,0 +1,453 @@
+"""The MoE layer on two or more peer-connected Hopper GPUs.
+
+    torchrun --nproc-per-node 2 tests/gpu/test_moe.py [--sections random,replay,…] [--shapes 60] [--replays 5000]
+
+Under pytest the file starts that command once and reports each section as a test. Sections:
+
+* random: shapes, routings of every kind, tokens per rank, clamps, quantised x; every byte that peers or steps write is poisoned before each
+  call. Against float64: at most twice the error of the fp8 reference, over all tokens and for the worst token; counts exactly.
+* replay: one graph of two calls, thousands of replays with changing tokens and routings, ranks free to drift; bitwise against eager calls.
+* poison: buffers of all ranks full of 0xFF change no bit. stream: a side stream.
+* delay: a rank that is late into a call, or between any two steps of it, while its peer is already in the next call.
+* refuse: bad arguments in the first call (all ranks refuse), later (the rank alone; its next call meets its peers), and for good (the
+  peer's error says why). dead: a peer that never comes.
+* compile: torch.compile(fullgraph=True). fallback: a shape that the kernels cannot take.
+
+Not covered: more than one host, speed, compute-sanitizer (run it on `--sections random --shapes 5`).
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+SECTIONS = ("random", "poison", "replay", "delay", "stream", "compile", "fallback", "refuse", "dead")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two peer-connected GPUs"),
+]
+_report: dict[str, str] = {}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_section(section: str) -> None:
+    if not _report:
+        run = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29572", __file__, "--report"],
+            capture_output=True,
+            text=True,
+            timeout=1200,
+        )
+        lines = [line for line in run.stdout.splitlines() if line.startswith("REPORT ")]
+        assert lines, run.stdout[-2000:] + run.stderr[-4000:]
+        _report.update(json.loads(lines[-1].removeprefix("REPORT ")))
+    assert _report.get(section, "did not run") == "passed", _report.get(section)
+
+
+# ---- what every rank runs
+
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+KINDS = (
+    "even", "skewed", "one expert", "all local", "all remote", "a rank without rows", "masked", "all masked", "twice the same",
+)  # fmt: skip
+
+
+def say(*words: object) -> None:
+    if RANK == 0:
+        print(*words, file=sys.stderr, flush=True)
+
+
+def everywhere(ok: bool) -> bool:
+    """True if it is True on every rank."""
+    flag = torch.tensor([int(ok)], device="cuda")
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag.item())
+
+
+def settle() -> None:
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+
+
+class Problem:
+    """A layer with weights of all experts, which every rank makes alike, and its references."""
+
+    def __init__(self, hidden: int, intermediate: int, experts: int, top_k: int, most: int, clamp: float | None = None, seed: int = 0):
+        from xstage.moe.reference import Linear
+
+        self.hidden, self.experts, self.top_k, self.most, self.clamp = hidden, experts, top_k, most, clamp
+        self.intermediate = intermediate
+        g = torch.Generator(device="cuda").manual_seed(seed)
+        self.w1 = torch.randn(experts, 2 * intermediate, hidden, device="cuda", generator=g, dtype=torch.bfloat16) * (2 * hidden**-0.5)
+        self.w2 = torch.randn(experts, hidden, intermediate, device="cuda", generator=g, dtype=torch.bfloat16) * intermediate**-0.5
+        self.exact = (Linear.of(self.w1, "float64"), Linear.of(self.w2, "float64"))
+        self.fp8 = (Linear.of(self.w1, "fp8"), Linear.of(self.w2, "fp8"))
+
+    def make(self, **options: Any) -> Any:
+        from xstage.moe.op import MegaMoE
+
+        options = {"fallback": "error", **options}
+        moe = MegaMoE(
+            num_experts=self.experts, hidden=self.hidden, intermediate=self.intermediate, top_k=self.top_k, max_tokens_per_rank=self.most,
+            clamp=self.clamp, **options,
+        )  # fmt: skip
+        moe.load_weights(self.w1[moe.experts], self.w2[moe.experts])
+        return moe
+
+    def tokens(self, rank: int, count: int, kind: str, seed: int) -> list[torch.Tensor]:
+        """x, picks, routing weights of a rank; every rank can make those of every rank."""
+        g = torch.Generator(device="cuda").manual_seed(1000 * seed + rank)
+        x = torch.randn(count, self.hidden, device="cuda", generator=g).bfloat16()
+        popularity = torch.rand(count, self.experts, device="cuda", generator=g)
+        if kind == "skewed":
+            popularity /= torch.arange(1, self.experts + 1, device="cuda")
+        idx = popularity.topk(self.top_k).indices
+        per_rank = self.experts // WORLD
+        if kind == "one expert":
+            idx = torch.full_like(idx, seed % self.experts)
+        elif kind == "all local":
+            idx = rank * per_rank + idx % per_rank
+        elif kind == "all remote":
+            idx = (rank + 1 + idx // per_rank % max(WORLD - 1, 1)) % WORLD * per_rank + idx % per_rank
+        elif kind == "a rank without rows":
+            idx = idx % (self.experts - per_rank)
+        elif kind == "masked":
+            idx = idx.masked_fill(torch.rand(idx.shape, device="cuda", generator=g) < 0.4, -1)
+        elif kind == "all masked":
+            idx = torch.full_like(idx, -1)
+        elif kind == "twice the same":
+            idx = idx[:, :1].expand(-1, self.top_k).contiguous()
+        return [x, idx, torch.rand(count, self.top_k, device="cuda", generator=g)]
+
+    def errors(self, y: torch.Tensor, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> tuple[float, float]:
+        """Error over all tokens, and of the worst token, as multiples of the fp8 reference's."""
+        from xstage.moe import reference
+
+        if not len(x) or not bool((idx >= 0).any()):
+            return (0.0, 0.0) if bool((y == 0).all()) else (torch.inf, torch.inf)
+        exact = reference.moe(x.double(), idx, weights, *self.exact, precision="float64", clamp=self.clamp)
+        plain = reference.moe(x, idx, weights, *self.fp8, clamp=self.clamp).double() - exact
+        error = y.double() - exact
+        worst = float(error.norm(dim=1).max() / plain.norm(dim=1).max())
+        return float(error.norm() / plain.norm()), worst if worst == worst else torch.inf
+
+
+def buffer_of(moe: Any) -> Any:
+    from xstage.symmetric import SymmetricBuffer
+
+    return next(value for value in vars(moe._serial.exchange).values() if isinstance(value, SymmetricBuffer))
+
+
+def poison(moe: Any) -> None:
+    """0xFF in everything that a call writes, on every rank; signals stay. Ranks are idle before and after."""
+    settle()
+    local = buffer_of(moe).local
+    for region in moe.layout.regions:
+        if region.name != "signals":
+            local[region.offset_bytes : region.offset_bytes + region.size_bytes].fill_(0xFF)
+    pipeline, exchange = moe._serial, moe._serial.exchange
+    scratch = (
+        exchange.scales,
+        exchange.tile_expert,
+        exchange.tile_end,
+        exchange.work1,
+        exchange.work2,
+        exchange.row_weight,
+        exchange.row_slot,
+    )
+    for tensor in (pipeline.middle, pipeline.middle_scales, *scratch):
+        tensor.view(torch.uint8).fill_(0xFF)
+    settle()
+
+
+def random_shapes(options: argparse.Namespace) -> None:
+    from xstage.moe import quantize, routing
+
+    configurations = [
+        (512, 256, 4, 1, 300, None), (1024, 512, 8, 2, 400, None), (2048, 768, 64, 8, 500, None), (512, 768, 16, 4, 700, 0.5),
+        (1024, 256, 32, 8, 129, 2.0), (512, 512, 2 * WORLD, 3, 1000, None),
+    ]  # fmt: skip
+    done, begun, worst = 0, time.time(), (0.0, 0.0)
+    for number, configuration in enumerate(configurations):
+        draw, problem = random.Random(5 + number), Problem(*configuration, seed=number)
+        with problem.make() as moe:
+            assert moe.mode == "serial"
+            for turn in range(max(-(-options.shapes // len(configurations)), len(KINDS))):
+                kind = KINDS[turn % len(KINDS)]
+                most = problem.most
+                counts = [draw.choice([0, 1, most, draw.randint(0, most), draw.randint(0, most), 128]) for _ in range(WORLD)]
+                parts = [problem.tokens(r, min(counts[r], most), kind, done) for r in range(WORLD)]
+                x, idx, weights = parts[RANK]
+                given, scales = quantize.quantize_activations(x) if turn % 3 == 1 else (x, None)
+                if turn % 2:
+                    idx = idx.int()
+                poison(moe)
+                y, got = moe(given, idx, weights, x_scales=scales, return_counts=True)
+                moe.check()
+                ratio = problem.errors(y, x, idx, weights)
+                what = f"{configuration}, {kind}, tokens {counts}, {given.dtype}, {idx.dtype}"
+                assert everywhere(max(ratio) <= 2), f"errors {ratio} × the reference's here: {what}"
+                picks = torch.cat([part[1] for part in parts])
+                assert everywhere(torch.equal(got, routing.count(picks, problem.experts)[moe.experts])), f"counts {got.tolist()}: {what}"
+                assert everywhere(torch.equal(moe(given, idx, weights, x_scales=scales), y)), f"other bits the second time: {what}"
+                worst, done = (max(worst[0], ratio[0]), max(worst[1], ratio[1])), done + 1
+            settle()
+    say(f"  {done} calls, errors at most {worst[0]:.2f} × the reference's, worst token {worst[1]:.2f} ×, {time.time() - begun:.0f} s")
+
+
+def poisoned(options: argparse.Namespace) -> None:
+    problem = Problem(1024, 512, 16, 4, 600)
+    with problem.make() as moe:
+        for turn, kind in enumerate(KINDS):
+            mine = problem.tokens(RANK, 600 - 77 * turn if RANK else 31 * turn, kind, turn)
+            first = moe(*mine)
+            poison(moe)
+            assert everywhere(torch.equal(moe(*mine), first)), kind
+        settle()
+        moe.check()
+
+
+def replay(options: argparse.Namespace) -> None:
+    problem, pool = Problem(1024, 512, 16, 4, 256), 12
+    count = 96 + 64 * RANK
+    inputs = [problem.tokens(RANK, count, KINDS[i % len(KINDS)], 10 + i) for i in range(pool)]
+    with problem.make() as moe:
+        wanted = [moe(*x) for x in inputs]
+        for i in (0, 4):
+            assert everywhere(max(problem.errors(wanted[i], *inputs[i])) <= 2)
+        static = [[t.clone() for t in inputs[0]] for _ in range(2)]
+        want = [wanted[0].clone() for _ in range(2)]
+        wrong = torch.zeros(1, dtype=torch.int64, device="cuda")
+
+        def body() -> None:
+            for tensors, expected in zip(static, want, strict=True):
+                wrong.add_((moe(*tensors) != expected).any())
+
+        body()
+        settle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            body()
+        wrong.zero_()
+        settle()
+        for i in range(options.replays):
+            for place, index in ((0, i % pool), (1, (i * 5 + 1) % pool)):
+                for target, source in zip(static[place], inputs[index], strict=True):
+                    target.copy_(source)
+                want[place].copy_(wanted[index])
+            graph.replay()
+            if i % 500 == 7:  # an eager call between replays
+                wrong.add_((moe(*inputs[i % pool]) != wanted[i % pool]).any())
+        torch.cuda.synchronize()
+        moe.check()
+        assert everywhere(int(wrong) == 0), f"{int(wrong)} wrong outputs in {2 * options.replays} calls"
+        del graph
+        settle()
+    say(f"  {2 * options.replays} calls in replays, all bitwise right")
+
+
+def delay(options: argparse.Namespace) -> None:
+    problem = Problem(1024, 512, 16, 4, 512)
+    inputs = [problem.tokens(RANK, 300 + 100 * RANK, kind, 40 + i) for i, kind in enumerate(("even", "all remote", "masked"))]
+    with problem.make() as moe:
+        wanted = [moe(*x) for x in inputs]
+        pipeline = moe._serial
+
+        def stepwise(x: list[torch.Tensor], late: int) -> torch.Tensor:
+            """One call; this rank sleeps before step `late`."""
+            out = torch.empty_like(x[0])
+            steps = (
+                lambda: pipeline.exchange.dispatch(x[0], None, x[1], x[2]), pipeline.linear1,
+                lambda: pipeline.linear2(pipeline.exchange.row_slot), lambda: pipeline.exchange.combine(x[1], out),
+            )  # fmt: skip
+            for number, step in enumerate(steps):
+                if number == late:
+                    torch.cuda._sleep(10_000_000)
+                step()
+            return out
+
+        for turn in range(20):
+            settle()
+            late = turn // WORLD % 5 if turn % WORLD == RANK else -1
+            results = [stepwise(x, late) for x in inputs]
+            if late == 4:
+                torch.cuda._sleep(10_000_000)
+            results.append(moe(*inputs[0]))
+            torch.cuda.synchronize()
+            same = all(torch.equal(y, w) for y, w in zip(results, [*wanted, wanted[0]], strict=True))
+            assert everywhere(same), f"other bits with rank {turn % WORLD} late before step {turn // WORLD % 5}"
+        moe.check()
+        settle()
+
+
+def stream(options: argparse.Namespace) -> None:
+    problem = Problem(512, 256, 8, 2, 200)
+    with problem.make() as moe:
+        side = torch.cuda.Stream()
+        for i in range(20):
+            x = problem.tokens(RANK, 100 + i + 50 * RANK, KINDS[i % len(KINDS)], 60 + i)
+            want = moe(*x)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                y = moe(*x)
+            torch.cuda.current_stream().wait_stream(side)
+            assert everywhere(torch.equal(y, want))
+        moe.check()
+        settle()
+
+
+def compiled(options: argparse.Namespace) -> None:
+    problem = Problem(512, 256, 8, 2, 200)
+    with problem.make() as moe:
+        x, idx, weights = problem.tokens(RANK, 130, "masked", 3)
+        want, counts = moe(x * 2, idx, weights, return_counts=True)
+        for backend in ("aot_eager", "inductor"):
+            function: Any = torch.compile(lambda x, i, w: moe(x * 2, i, w, return_counts=True), fullgraph=True, backend=backend)
+            try:
+                y, got = function(x, idx, weights)
+            except Exception as error:
+                if backend == "inductor" and "compiler" in str(error).lower():
+                    say(f"  inductor cannot run here: {str(error).splitlines()[0][:200]}")
+                    continue
+                raise
+            assert everywhere(torch.equal(y, want) and torch.equal(got, counts)), backend
+        settle()
+
+
+def fallback(options: argparse.Namespace) -> None:
+    from xstage.errors import UnsuitableMachine, XStageError
+    from xstage.moe import quantize
+
+    problem = Problem(256, 128, 8, 2, 100, 0.8)
+    with pytest.raises(UnsuitableMachine, match="rank 0: hidden: 256 must be a positive multiple of 512"):
+        problem.make()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        moe = problem.make(fallback="serial")
+    assert any("hidden: 256 must be a positive multiple of 512" in str(w.message) for w in said), [str(w.message) for w in said]
+    with moe:
+        assert moe.mode == "torch"
+        for turn, kind in enumerate(KINDS):
+            x, idx, weights = problem.tokens(RANK, 90 - 10 * turn if RANK else 11 * turn, kind, turn)
+            y = moe(x, idx, weights)
+            assert everywhere(max(problem.errors(y, x, idx, weights)) <= 2), kind
+            q, scales = quantize.quantize_activations(x)
+            assert everywhere(max(problem.errors(moe(q, idx, weights, x_scales=scales), x, idx, weights)) <= 2), kind
+        bad = problem.tokens(RANK, 101 if RANK == WORLD - 1 else 5, "even", 1)
+        with pytest.raises(XStageError, match=f"{'' if RANK == WORLD - 1 else f'rank {WORLD - 1} refused its arguments: '}x: 101 tokens"):
+            moe(*bad)
+        assert everywhere(torch.equal(moe(x, idx, weights), y))
+
+
+def refuse(options: argparse.Namespace) -> None:
+    from xstage.errors import PeerTimeout, XStageError
+
+    problem, last = Problem(512, 256, 8, 2, 100), RANK == WORLD - 1
+    who = "" if last else f"rank {WORLD - 1} refused its arguments: "
+    moe = problem.make(timeout_s=3)
+    good = problem.tokens(RANK, 80, "even", 1)
+    bad = problem.tokens(RANK, 101, "even", 1)
+    with pytest.raises(XStageError, match=who + "x: 101 tokens"):
+        moe(*(bad if last else good))
+    want = moe(*good)
+    moe.check()
+    assert everywhere(max(problem.errors(want, *good)) <= 2)
+    # Later: nobody waits for the host. The rank refuses alone, and its next call meets the one in which its peers are.
+    if last:
+        with pytest.raises(XStageError, match="x: 101 tokens"):
+            moe(*bad)
+    y = moe(*good)
+    moe.check()
+    assert everywhere(torch.equal(y, want))
+    # For good: the peers' error says why.
+    if last:
+        with pytest.raises(XStageError, match="x: 101 tokens"):
+            moe(*bad)
+    else:
+        moe(*good)
+        with pytest.raises(PeerTimeout, match=who + "x: 101 tokens"):
+            moe.check()
+    settle()
+    moe.close()
+
+
+def dead(options: argparse.Namespace) -> None:
+    from xstage.errors import PeerTimeout
+
+    problem = Problem(512, 256, 8, 2, 100)
+    moe = problem.make(timeout_s=2)
+    good = problem.tokens(RANK, 80, "even", 1)
+    moe(*good)
+    moe.check()
+    settle()
+    if RANK == 0:
+        begun = time.time()
+        moe(*good)
+        with pytest.raises(PeerTimeout, match=r"rank [1-9] did not arrive within 2 s \(rank 0, phase \w+, tag 'mega-moe"):
+            moe.check()
+        assert time.time() - begun < 12, "the wait was not bounded"
+        with pytest.raises(PeerTimeout):
+            moe(*good)
+    settle()
+    if RANK != 0:  # whoever comes late must learn that nobody is there any more
+        moe(*good)
+        with pytest.raises(PeerTimeout):
+            moe.check()
+    settle()
+    moe.close()
+
+
+RUNS = {
+    "random": random_shapes, "poison": poisoned, "replay": replay, "delay": delay, "stream": stream, "compile": compiled,
+    "fallback": fallback, "refuse": refuse, "dead": dead,
+}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sections", default=",".join(SECTIONS))
+    parser.add_argument("--shapes", type=int, default=60)
+    parser.add_argument("--replays", type=int, default=5000)
+    parser.add_argument("--report", action="store_true")
+    options = parser.parse_args()
+    torch.cuda.set_device(RANK)
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    dist.init_process_group("nccl", device_id=torch.device("cuda", RANK))
+    report: dict[str, str] = {}
+    for section in options.sections.split(","):
+        begun = time.time()
+        try:
+            RUNS[section](options)
+            report[section] = "passed"
+        except BaseException as error:  # a rank that stopped leaves the others waiting, so nothing after it can be trusted
+            import traceback
+
+            traceback.print_exc()
+            report[section] = f"rank {RANK}: {type(error).__name__}: {error}"[:2000]
+            print(f"rank {RANK} {section}: {report[section]}", file=sys.stderr, flush=True)
+            if RANK != 0:
+                os._exit(1)
+            break
+        say(f"{section}: passed ({time.time() - begun:.0f} s)")
+    if RANK == 0:
+        print("REPORT " + json.dumps(report), flush=True)
+    failed = any(text != "passed" for text in report.values())
+    if not failed:
+        torch.cuda.synchronize()
+        dist.barrier()
+    os._exit(int(failed))
+
+
+if __name__ == "__main__":
+    main()

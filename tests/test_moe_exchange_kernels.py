@@ -1,0 +1,124 @@
+"""What moves rows of a MoE layer, as far as it can be told without a GPU: kernels compile for sm_90a and hold what was designed, layouts
+that they cannot take are refused, sizes are known before anything is allocated.
+
+Not covered: that rows arrive (tests/gpu/test_moe_exchange.py).
+"""
+
+import re
+from functools import cache
+from importlib.util import find_spec
+
+import machine_code
+import pytest
+
+from xstage.errors import XStageError
+from xstage.moe.exchange import check_layout, scratch_bytes, scratch_shapes
+from xstage.moe.layout import BufferLayout
+
+needs_compiler = pytest.mark.skipif(
+    any(find_spec(name) is None for name in ("cutlass", "triton")), reason="the kernel packages are not installed"
+)
+QWEN35 = BufferLayout(2, 512, 4096, 10, 8192)
+QWEN3_30B = BufferLayout(2, 128, 2048, 8, 8192)
+ODD = BufferLayout(3, 12, 1536, 3, 100)
+KERNELS = [
+    *(f"{name}-{layout}" for name in ("count", "plan", "dispatch", "quantized", "arrange", "reduce") for layout in ("qwen35", "odd")),
+    "dispatch-qwen3", "narrow-odd",
+]  # fmt: skip
+
+
+@cache
+def code(name: str) -> dict[str, str]:
+    from xstage.moe import exchange_sm90, plan_sm90
+
+    kind, which = name.split("-")
+    layout = {"qwen35": QWEN35, "qwen3": QWEN3_30B, "odd": ODD}[which]
+    kernel = {
+        "count": lambda: plan_sm90.compiled_count(layout.experts, layout.top_k, True),
+        "narrow": lambda: plan_sm90.compiled_count(layout.experts, layout.top_k, False),
+        "plan": lambda: plan_sm90.compiled_plan(layout.ranks, layout.experts, layout.region("counts").offset_bytes, 8, 16),
+        "dispatch": lambda: exchange_sm90.compiled_dispatch(layout, True, False),
+        "quantized": lambda: exchange_sm90.compiled_dispatch(layout, True, True),
+        "arrange": lambda: exchange_sm90.compiled_arrange(layout),
+        "reduce": lambda: exchange_sm90.compiled_reduce(layout, True),
+    }[kind]()
+    return machine_code.of(kernel)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", KERNELS)
+def test_everything_stays_in_registers(name: str) -> None:
+    assert ".target sm_90a" in code(name)["ptx"]
+    assert not re.search(r"\.local|ld\.global\.nc", code(name)["ptx"])
+    assert not re.search(r"\b(LDL|STL)\b", code(name)["sass"])
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", [name for name in KERNELS if not name.startswith("plan")])
+def test_only_the_meetings_order_memory(name: str) -> None:
+    # A release would wait for remote stores that are under way.
+    assert not re.search(r"\.release\.|\.acquire\.|\.sys\b|\b(fence|membar|atom|red)\.", code(name)["ptx"])
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["plan-qwen35", "plan-odd"])
+def test_the_plan_stores_counts_then_releases_then_acquires(name: str) -> None:
+    ptx = code(name)["ptx"]
+    counts, release, acquire = (ptx.index(word) for word in ("st.global.b32", "st.release.sys.global.b64", "ld.acquire.sys.global.b64"))
+    assert counts < release < acquire
+    assert ptx.count("st.release.sys.global.b64") == 1
+    # All threads' stores are before the barrier that comes before the release; what peers stored is read after one behind the wait.
+    assert "bar.sync" in ptx[counts:release]
+    assert "bar.sync" in ptx[ptx.rindex("ld.acquire.sys.global.b64") :]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("layout", "which"), [(QWEN35, "qwen35"), (QWEN3_30B, "qwen3"), (ODD, "odd")])
+def test_a_row_is_read_once_and_stored_by_16_bytes_to_every_pick(layout: BufferLayout, which: str) -> None:
+    ptx = code(f"dispatch-{which}")["ptx"]
+    scales = -(-layout.top_k * layout.hidden // 512 // 32)
+    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 1 + layout.top_k + scales  # source, row, scales
+    assert not re.search(r"st\.global\.(?!v4)", ptx)
+    assert len(re.findall(r"ld\.global\.L1::no_allocate\.v4", ptx)) == 2
+    assert ptx.count("div.rn.f32") == 16
+    assert ptx.count("div.rp.f32") == 1
+    assert ptx.count("cvt.rn.satfinite.e4m3x2.f32") == 8
+
+
+@needs_compiler
+@pytest.mark.parametrize(("layout", "which"), [(QWEN35, "qwen35"), (ODD, "odd")])
+def test_the_sum_of_a_token_has_a_load_per_pick_and_one_store(layout: BufferLayout, which: str) -> None:
+    ptx, sass = code(f"reduce-{which}")["ptx"], code(f"reduce-{which}")["sass"]
+    assert len(re.findall(r"ld\.global\.L1::no_allocate\.v4", ptx)) == layout.top_k
+    assert ptx.count("add.f32") == 8 * layout.top_k
+    assert len(re.findall(r"STG\.E\.128", sass)) == 1
+    first_sum = sass.index("FADD")
+    assert len(re.findall(r"LDG\.E\.NA\.128", sass[:first_sum])) >= min(layout.top_k, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "intermediate", "message"),
+    [
+        ({"precision": "bf16"}, 256, "precision: 'bf16'"), ({"tile": 64}, 256, "tile: 64"), ({"hidden": 640}, 256, "hidden: 640"),
+        ({}, 128, "intermediate: 128"), ({}, 0, "intermediate: 0"), ({"experts": 2048}, 256, "experts: 2048"),
+        ({"top_k": 33, "experts": 64}, 256, "top_k: 33"), ({"ranks": 64, "experts": 64}, 256, "ranks: 64"),
+        ({"max_tokens_per_rank": 1 << 26}, 256, "max_tokens_per_rank: "), ({"hidden": 512 * 1024}, 256, "hidden: 2048 column tiles"),
+    ],
+)  # fmt: skip
+def test_layouts_that_the_kernels_cannot_take(changes: dict[str, object], intermediate: int, message: str) -> None:
+    sizes = {"ranks": 2, "experts": 8, "hidden": 512, "top_k": 2, "max_tokens_per_rank": 64}
+    check_layout(BufferLayout(**sizes), 256)
+    with pytest.raises(XStageError, match=message):
+        check_layout(BufferLayout(**{**sizes, **changes}), intermediate)  # type: ignore[arg-type]
+
+
+def test_scratch_by_hand() -> None:
+    check_layout(QWEN3_30B, 768)
+    shapes = scratch_shapes(QWEN3_30B, 768)
+    tiles = 1087
+    assert shapes["work1"] == ("int32", (tiles * 6,))
+    assert shapes["work2"] == ("int32", (tiles * 8,))
+    assert shapes["scales"] == ("float32", (16, tiles * 128))
+    assert scratch_bytes(QWEN3_30B, 768) == 4 * (
+        64 * 128 + 8192 * 8 + 128 + 2 * tiles + 64 + 4 + tiles * 14 + 16 * tiles * 128 + tiles * 128 + 2 * tiles * 128 + 4
+    )

@@ -1,0 +1,97 @@
+"""Arithmetic, routing and table of the MoE layer's study. Not covered: timing itself (needs GPUs)."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from xstage.bench import tables
+from xstage.bench.timing import Times
+from xstage.errors import UnsuitableMachine, XStageError
+from xstage.studies import moe_layer as study
+
+
+def at(ns: float) -> Times:
+    return Times([[ns - 5], [ns]], [[None]] * 2, 1)
+
+
+GEMM = {
+    "linear1": at(1000), "swiglu": at(1100), "linear2": at(500), "rows": at(700), "rows_local": at(550),
+    "deep_gemm_linear1": at(1200), "deep_gemm_linear2": at(800),
+}  # fmt: skip
+LAYER = {
+    "dispatch": at(200), "combine": at(100), "serial": at(2100), "serial_e4m3": at(2000), "eager": at(2500), "deep_gemm_mega": at(5000),
+}  # fmt: skip
+
+
+def test_derived_answers() -> None:
+    answers = study.derived({"gemm": GEMM, "layer": LAYER, "torch": {"torch": at(8400)}}, 37_200, 372.0, (2e6, 1e6))
+    assert answers == {
+        "compute_ns": 1500, "swiglu_over_plain": 1.1, "rows_local_over_plain": 1.1, "rows_remote_ns": 150, "linear1_tflops": 2.0,
+        "linear2_tflops": 2.0, "bytes_over_rate_ns": 100, "bound_ns": 151_600, "gemm_over_deepgemm": 0.75,
+        "serial_over_bound": round(2100 / 151_600, 4), "serial_over_steps": 1.0, "speedup_over_torch": 4.0,
+        "speedup_over_deep_gemm_mega": 2.5,
+    }  # fmt: skip
+    assert "bound_ns" not in study.derived({"gemm": GEMM}, 1, None, (1.0, 1.0))
+    assert study.derived({"layer": LAYER}, 1, 1.0, (1.0, 1.0)) == {"speedup_over_deep_gemm_mega": 2.5}
+
+
+def test_bytes_of_a_rank() -> None:
+    assert study.sent_bytes(10, 3, 4096) == 10 * (4096 + 128 + 16) + 3 * 8192
+
+
+def row(share: float) -> dict[str, object]:
+    return {
+        "shape": "Hy3", "share": share, "derived": {"gemm_over_deepgemm": 0.95, "serial_over_bound": 1 + share, "bound_ns": 3e6},
+        "groups": {"gemm": {n: t.to_json() for n, t in GEMM.items()}, "layer": {"serial": {"slowest_ns": 3.21e6}}},
+    }  # fmt: skip
+
+
+def test_headline() -> None:
+    figures = {key: entry["value"] for key, entry in study.headline([row(0.5), row(0.875)]).items()}
+    assert figures == {"moe.serial_over_bound.max": 1.875, "moe.gemm_over_deepgemm.Hy3": 0.95, "moe.serial_us.f12.Hy3": 3210.0}
+    assert study.headline([]) == {}
+
+
+def test_table(tmp_path: Path) -> None:
+    assert tables.TABLES["moe"](tmp_path) == "Not measured yet."
+    (tmp_path / "h200x2").mkdir()
+    content = {"settings": {"tokens": 8192, "world": 2}, "rows": [row(0.5)]}
+    (tmp_path / "h200x2" / "moe-layer.json").write_text(json.dumps(content))
+    assert "| Hy3, 0.5 | 2 | 2 | – | – | 3,210 | – | – | 3,000 | 1.50 | – | 2 | – |" in tables.TABLES["moe"](tmp_path)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.875, 1.0])
+@pytest.mark.parametrize(("world", "rank"), [(2, 0), (2, 1), (4, 2)])
+def test_routing_sends_its_share(share: float, world: int, rank: int) -> None:
+    idx = study.draw(4000, 32, 5, share, rank, world, torch.Generator().manual_seed(3))
+    assert idx.shape == (4000, 5)
+    ordered = idx.sort(1).values
+    assert (ordered[:, 1:] != ordered[:, :-1]).all()
+    assert idx.min() >= 0
+    assert idx.max() < 32
+    remote = idx // (32 // world) != rank
+    assert abs(float(remote.float().mean()) - share) < 0.02
+    counts = torch.bincount(idx[remote], minlength=32).float()
+    if share > 0.1:
+        others = counts[counts > 0]
+        assert len(others) == 32 - 32 // world
+        assert others.max() < 1.3 * others.mean()
+
+
+def test_refusals(tmp_path: Path) -> None:
+    generator = torch.Generator()
+    with pytest.raises(XStageError, match=r"share: 1\.5"):
+        study.draw(4, 32, 5, 1.5, 0, 2, generator)
+    with pytest.raises(XStageError, match="at least top_k = 5"):
+        study.draw(4, 8, 5, 0.5, 0, 2, generator)
+    with pytest.raises(XStageError, match="groups: 'all'"):
+        study.run(str(tmp_path / "r.json"), groups=["all"])
+    with pytest.raises(XStageError, match="shape: 'GPT'"):
+        study.run(str(tmp_path / "r.json"), shapes=["GPT"])
+    with pytest.raises(XStageError, match="tokens: 0"):
+        study.run(str(tmp_path / "r.json"), tokens=0)
+    if torch.cuda.device_count() < 2:
+        with pytest.raises(UnsuitableMachine, match="bench moe-layer: needs two peer-connected GPUs"):
+            study.run(str(tmp_path / "r.json"))
