@@ -165,13 +165,15 @@ def test_both_layers_in_one_kernel(k: int, n: int, name: str) -> None:
         order = WorkOrder.of(name, n // 256, k // 256, lead_rows=None, instances=66)
         work = torch.tensor(merged_table(loads, order), dtype=torch.int32, device="cuda")
         totals = torch.tensor([len(work), 0, tiles, 128 * tiles], dtype=torch.int32, device="cuda")
-        control = torch.zeros(2, dtype=torch.int64, device="cuda")
+        control, status = torch.zeros(2, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
+        call = torch.tensor([0, 0, 10**9, status.data_ptr()], dtype=torch.int64, device="cuda")
         for _ in range(5):
             middle[1], out[1] = 0xFF, torch.nan
             ready = torch.zeros(rows // 128, dtype=torch.int32, device="cuda")
             given = (*one[:4], *two[2:4], one[4], work.view(-1), totals, weight)
-            grouped_gemm.both(*given, middle[1], scales[1], slots[1], ready, control, 10**9)
+            grouped_gemm.both(*given, middle[1], scales[1], slots[1], ready, control, call)
             torch.cuda.synchronize()
+            assert status.item() == 0
             assert (ready[:tiles] == 2 * (n // 256)).all()
             assert torch.equal(middle[0], middle[1])
             assert torch.equal(out[0, : 128 * tiles].view(torch.int16), out[1, : 128 * tiles].view(torch.int16))

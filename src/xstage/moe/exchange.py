@@ -44,7 +44,7 @@ from xstage.moe.layout import (
     MAX_EXPERTS,
     MAX_PICKS,
     MAX_RANKS,
-    MEETINGS,
+    PHASES,
     BufferLayout,
 )
 from xstage.moe.work_table import MAX_COLUMN_TILES, MAX_ROW_TILES, TILE_COLUMNS, TILE_ROWS, WorkOrder
@@ -119,7 +119,8 @@ class Exchange:
         activations: uint8 (e4m3) [rows, hidden]. scales: float32 [hidden / 128, rows], m-major, 0 in padding rows.
         tile_expert: int32 [rows / 128]: local expert of a tile. tile_end: int32 [rows / 128]: end of that expert's real rows.
         work1, work2: int32 words of the entries for 2 · intermediate and for hidden columns (`xstage.moe.work_table`); with an order
-            `work1` has both. ready: int32 [rows / 128], zeros when `dispatch` has passed, with an order.
+            `work1` has both. ready: int32 [rows / 128], zeros when `dispatch` has passed, with an order. control, call: words of
+            `xstage.device.meeting`.
         totals: int32 [4]: entries of work1, entries of work2, tiles, rows with padding. All 0 once a meeting failed.
         expert_counts: int32 [experts per rank]: real rows of each local expert.
         row_weight: float32 [rows]: routing weight, 0 in padding rows.
@@ -145,12 +146,12 @@ class Exchange:
         problem = [asdict(layout), intermediate]  # the order of work is a rank's own business
         Agreement(group, f"{tag}/exchange", timeout_s).same("exchange", {"layout": str(layout), "intermediate": intermediate})
         self._buffer = SymmetricBuffer(layout.size_bytes, group, device)
-        self._watch = Watch(group, tag, timeout_s, MEETINGS)
+        self._watch = Watch(group, tag, timeout_s, PHASES)
         signature = zlib.crc32(json.dumps(problem, sort_keys=True).encode()) & 0x7FFFFFFF
         # The signal words are the first region: their addresses are the buffers'.
         words = [signature, self.rank, int(timeout_s * 1e9), self._watch.address, *self._buffer.addresses]
-        self._call = torch.tensor(words, dtype=torch.int64, device=device)
-        self._control = torch.zeros(2, dtype=torch.int64, device=device)
+        self.call = torch.tensor(words, dtype=torch.int64, device=device)
+        self.control = torch.zeros(2, dtype=torch.int64, device=device)
         self._signals = self.view("signals").view(-1)
         self.activations = self.view("activations").view(torch.uint8)
         made = {
@@ -257,17 +258,17 @@ class Exchange:
         send = exchange_sm90.compiled_dispatch(layout, wide, _ROWS[x.dtype])
         arrange = exchange_sm90.compiled_arrange(layout)
         meeting = compiled_meeting(self.world, DISPATCHED, False)
-        words = (self._control, self._call, self._signals)
+        words = (self.control, self.call, self._signals)
         given = (x.data_ptr(), 0 if x_scales is None else x_scales.data_ptr(), topk_idx.data_ptr(), topk_weights.data_ptr(), tokens)
         tiles = (self.tile_expert, self.tile_end, self.expert_counts, self.totals, self.work1, self.work2, self.ready)
         return [
             ("count", lambda: count(topk_idx.data_ptr(), tokens, self._chunk_bases, self._positions)),
             ("plan", lambda: plan(tokens, self._chunk_bases, self.first, *tiles, *words)),
-            ("dispatch", lambda: send(*given, self._chunk_bases, self._positions, self.first, self._control, self._call)),
+            ("dispatch", lambda: send(*given, self._chunk_bases, self._positions, self.first, self.control, self.call)),
             ("dispatched", lambda: meeting(*words)),
             ("arrange", lambda: arrange(
                 self._buffer.addresses[self.rank], self.tile_end, self.totals, self.scales, self.row_weight, self.row_slot,
-                self._control, self._call,
+                self.control, self.call,
             )),
         ]  # fmt: skip
 
@@ -280,8 +281,8 @@ class Exchange:
         meeting = compiled_meeting(self.world, COMBINED, True)
         given = (self._buffer.addresses[self.rank], topk_idx.data_ptr(), out.data_ptr(), len(out), self._zeros.data_ptr())
         return [
-            ("combined", lambda: meeting(self._control, self._call, self._signals)),
-            ("reduce", lambda: reduce(*given, self._control)),
+            ("combined", lambda: meeting(self.control, self.call, self._signals)),
+            ("reduce", lambda: reduce(*given, self.control)),
         ]
 
     # ---- what is refused

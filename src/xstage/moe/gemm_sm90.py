@@ -22,7 +22,7 @@ entry. Then a row tile of Linear-1's output is ready when `ready[tile]` has coun
 3. The loading warp of a Linear-2 tile acquires the full count (gpu scope), makes a proxy fence, and lets the copy engine read.
 
 Clusters take entries in turn, so each works through its own in the list's order; the smallest unfinished entry can always run, since all
-CTAs are resident. The wait is bounded.
+CTAs are resident. The wait is bounded, and says so where the meetings of ranks do.
 
 Epilogues (`xstage.moe.epilogues`): plain bf16; SwiGLU, routing weight and fp8 again; rows to slots anywhere.
 
@@ -46,6 +46,8 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from xstage.device import signals
+from xstage.device.meeting import FAILED, GENERATION, RANK, STATUS_ADDRESS, TIMEOUT_NS
+from xstage.moe.layout import LINEAR1
 
 TILE_M, TILE_N, TILE_K = 128, 256, 128
 CLUSTER = 2
@@ -78,7 +80,7 @@ class GroupedGemm:
     ) -> None:  # fmt: skip
         """layers: per layer a uint8 [rows, K], weight uint8 [experts · N, K], a_scales float32 [K / 128, rows], weight_scales float32
         [experts, K / 128, N / 128]. outputs: what each layer's epilogue takes. columns: N of each layer.
-        ready: of two layers, (int32 [row tiles], zeros; int64 control words; nanoseconds that a wait may take).
+        ready: of two layers, (int32 [row tiles], zeros; control and call words of `xstage.device.meeting`).
         """
         stages = self.stages
         k_major = LayoutEnum.ROW_MAJOR.sm90_mma_major_mode()
@@ -286,8 +288,13 @@ class GroupedGemm:
     @cute.jit
     def _wait_ready(self, ready, m, blocks) -> None:
         """Until Linear-1 has written row tile `m`: two warpgroups in each of `blocks` / 2 column tiles."""
-        counts, control, timeout_ns = ready
-        signals.wait_count_acquire_gpu(counts.iterator.toint() + Int64(m) * 4, Int32(blocks), control.iterator.toint(), timeout_ns)
+        counts, control, call = ready
+        failed = control.iterator.toint() + 8 * FAILED
+        seen = signals.wait_count_acquire_gpu(counts.iterator.toint() + Int64(m) * 4, Int32(blocks), failed, call[TIMEOUT_NS])
+        if seen < blocks:
+            status = Int64(Int32(control[GENERATION]) + 1) << 32 | signals.TIMED_OUT << 16 | call[RANK] << 8 | LINEAR1 + 1
+            if signals.claim_gpu(failed, status) == 0:
+                signals.store_relaxed_sys(call[STATUS_ADDRESS], status)
         cute.arch.fence_proxy("async")
 
     @cute.jit
