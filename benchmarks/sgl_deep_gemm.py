@@ -141,13 +141,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--shares", type=float, nargs="+", default=list(moe_layer.SHARES))
     parser.add_argument("--groups", nargs="+", default=list(moe_layer.GROUPS))
+    parser.add_argument("--orders", nargs="*", default=list(moe_layer.ORDERS))
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--budget", type=float, default=400.0, help="no shape is begun after this many seconds")
     parser.add_argument("--platform", default="h200-nvlink4")
     options = parser.parse_args()
     peer = package()
     moe_layer.run(
         options.out, shapes=options.shapes, tokens=options.tokens, shares=options.shares, budget_s=options.budget,
-        platform=options.platform, groups=options.groups, extra=None if peer is None else adapter(peer),
+        platform=options.platform, groups=options.groups, orders=options.orders, rounds=options.rounds,
+        extra=None if peer is None else adapter(peer),
     )  # fmt: skip
     sys.stdout.flush()
     os._exit(0)  # tearing NCCL down under captured graphs can hang

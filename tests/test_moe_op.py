@@ -269,7 +269,8 @@ def test_refusal_without_a_group() -> None:
     [
         ({"num_experts": 0}, "experts: 0"), ({"hidden": 192}, "hidden: 192 must be a multiple of 128"),
         ({"intermediate": 64}, "intermediate: 64 must be a positive multiple of 128"), ({"top_k": 9}, "top_k: 9"),
-        ({"max_tokens_per_rank": 0}, "max_tokens_per_rank: 0"), ({"schedule": "fast"}, "schedule: 'fast' is not one of serial"),
+        ({"max_tokens_per_rank": 0}, "max_tokens_per_rank: 0"), ({"lead_rows": 0}, "lead_rows: 0"),
+        ({"schedule": "fast"}, "schedule: 'fast' is not one of auto, serial, interleaved"),
         ({"clamp": 0.0}, "clamp: 0.0"), ({"dtype": torch.float16}, "dtype: torch.float16 must be bfloat16"),
         ({"fallback": "maybe"}, "fallback: 'maybe'"), ({"timeout_s": 0}, "timeout_s: 0"),
     ],
@@ -324,6 +325,7 @@ def test_sizes_are_known_before(alone: None) -> None:
 class _Exchange:
     def __init__(self, layout: BufferLayout, **options: Any) -> None:
         self.layout, self.options, self.steps = layout, options, []
+        self.order = options["order"]
         for name in ("activations", "scales", "tile_expert", "work1", "work2", "totals", "row_weight", "row_slot", "expert_counts"):
             setattr(self, name, name)
 
@@ -344,7 +346,7 @@ def test_serial_pipeline_in_order(alone: None, monkeypatch: pytest.MonkeyPatch) 
     import xstage.moe
 
     exchange, grouped_gemm = types.ModuleType("xstage.moe.exchange"), types.ModuleType("xstage.moe.grouped_gemm")
-    exchange.Exchange, exchange.scratch_bytes = _Exchange, lambda layout, intermediate: 1000  # type: ignore[attr-defined]
+    exchange.Exchange, exchange.scratch_bytes = _Exchange, lambda layout, intermediate, merged: 1000  # type: ignore[attr-defined]
     for module in (exchange, grouped_gemm):
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(xstage.moe, module.__name__.rsplit(".", 1)[1], module, raising=False)

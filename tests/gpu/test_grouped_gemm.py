@@ -141,6 +141,44 @@ def test_swiglu(k: int, n: int, clamp: float | None) -> None:
         assert scales[:, used:].isnan().all()
 
 
+@pytest.mark.parametrize("name", ["interleaved", "alternating", "expert_wave"])
+@pytest.mark.parametrize(("k", "n"), [(512, 1024), (1024, 512), (1536, 1536)])
+def test_both_layers_in_one_kernel(k: int, n: int, name: str) -> None:
+    """Bitwise what two kernels give, in every order, many times over."""
+    from xstage.moe import grouped_gemm
+    from xstage.moe.work_table import WorkOrder, merged_table
+
+    draw = random.Random(k + n)
+    for seed in range(3):
+        loads = [draw.randint(0, 5) for _ in range(draw.choice([3, 40]))] + [1]
+        p, q = problem(loads, k, n, seed=seed), problem(loads, n // 2, k, seed=seed + 100)
+        one, two = arguments(p, True), arguments(q, False)
+        rows, tiles = p["a"].shape[0], sum(loads)
+        weight = torch.rand(rows, device="cuda")
+        out = torch.full((2, rows, k), torch.nan, dtype=torch.bfloat16, device="cuda")
+        slots = [out[i].data_ptr() + torch.arange(rows, device="cuda") * (2 * k) for i in range(2)]
+        middle = torch.full((2, rows, n // 2), 0xFF, dtype=torch.uint8, device="cuda")
+        scales = torch.full((2, n // 256, rows), torch.nan, device="cuda")
+        grouped_gemm.swiglu(*one, weight, middle[0], scales[0])
+        grouped_gemm.rows(middle[0], scales[0], *two[2:], slots[0])
+
+        order = WorkOrder.of(name, n // 256, k // 256, lead_rows=None, instances=66)
+        work = torch.tensor(merged_table(loads, order), dtype=torch.int32, device="cuda")
+        totals = torch.tensor([len(work), 0, tiles, 128 * tiles], dtype=torch.int32, device="cuda")
+        control, status = torch.zeros(2, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
+        call = torch.tensor([0, 0, 10**9, status.data_ptr()], dtype=torch.int64, device="cuda")
+        for _ in range(5):
+            middle[1], out[1] = 0xFF, torch.nan
+            ready = torch.zeros(rows // 128, dtype=torch.int32, device="cuda")
+            given = (*one[:4], *two[2:4], one[4], work.view(-1), totals, weight)
+            grouped_gemm.both(*given, middle[1], scales[1], slots[1], ready, control, call)
+            torch.cuda.synchronize()
+            assert status.item() == 0
+            assert (ready[:tiles] == 2 * (n // 256)).all()
+            assert torch.equal(middle[0], middle[1])
+            assert torch.equal(out[0, : 128 * tiles].view(torch.int16), out[1, : 128 * tiles].view(torch.int16))
+
+
 def test_not_finite_stays_visible_and_alone() -> None:
     from xstage.moe import grouped_gemm, quantize
 

@@ -6,6 +6,7 @@ Under pytest the file starts that command once and reports each section as a tes
 
 * random: shapes, routings of every kind, tokens per rank, clamps, quantised x; every byte that peers or steps write is poisoned before each
   call. Against float64: at most twice the error of the fp8 reference, over all tokens and for the worst token; counts exactly.
+* orders: every order of tiles gives the bits of `serial`, in the worst lead too.
 * replay: one graph of two calls, thousands of replays with changing tokens and routings, ranks free to drift; bitwise against eager calls.
 * poison: buffers of all ranks full of 0xFF change no bit. stream: a side stream.
 * delay: a rank that is late into a call, or between any two steps of it, while its peer is already in the next call.
@@ -30,7 +31,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-SECTIONS = ("random", "poison", "replay", "delay", "stream", "compile", "fallback", "refuse", "dead")
+SECTIONS = ("random", "orders", "poison", "replay", "delay", "stream", "compile", "fallback", "refuse", "dead")
 
 pytestmark = [
     pytest.mark.gpu,
@@ -163,6 +164,7 @@ def poison(moe: Any) -> None:
         exchange.tile_end,
         exchange.work1,
         exchange.work2,
+        exchange.ready,
         exchange.row_weight,
         exchange.row_slot,
     )
@@ -181,7 +183,8 @@ def random_shapes(options: argparse.Namespace) -> None:
     done, begun, worst = 0, time.time(), (0.0, 0.0)
     for number, configuration in enumerate(configurations):
         draw, problem = random.Random(5 + number), Problem(*configuration, seed=number)
-        with problem.make() as moe:
+        schedule = ("serial", "interleaved", "expert_wave", "alternating")[number % 4]
+        with problem.make(schedule=schedule, lead_rows=1 if number == 5 else None) as moe:
             assert moe.mode == "serial"
             for turn in range(max(-(-options.shapes // len(configurations)), len(KINDS))):
                 kind = KINDS[turn % len(KINDS)]
@@ -196,7 +199,7 @@ def random_shapes(options: argparse.Namespace) -> None:
                 y, got = moe(given, idx, weights, x_scales=scales, return_counts=True)
                 moe.check()
                 ratio = problem.errors(y, x, idx, weights)
-                what = f"{configuration}, {kind}, tokens {counts}, {given.dtype}, {idx.dtype}"
+                what = f"{configuration}, {schedule}, {kind}, tokens {counts}, {given.dtype}, {idx.dtype}"
                 assert everywhere(max(ratio) <= 2), f"errors {ratio} × the reference's here: {what}"
                 picks = torch.cat([part[1] for part in parts])
                 assert everywhere(torch.equal(got, routing.count(picks, problem.experts)[moe.experts])), f"counts {got.tolist()}: {what}"
@@ -204,6 +207,23 @@ def random_shapes(options: argparse.Namespace) -> None:
                 worst, done = (max(worst[0], ratio[0]), max(worst[1], ratio[1])), done + 1
             settle()
     say(f"  {done} calls, errors at most {worst[0]:.2f} × the reference's, worst token {worst[1]:.2f} ×, {time.time() - begun:.0f} s")
+
+
+def orders(options: argparse.Namespace) -> None:
+    for configuration in ((2048, 768, 64, 8, 2000), (1024, 1024, 32, 4, 3000)):
+        problem = Problem(*configuration)
+        wanted = []
+        for schedule, lead in (("serial", None), ("interleaved", None), ("interleaved", 1), ("alternating", 40), ("expert_wave", None)):
+            with problem.make(schedule=schedule, lead_rows=lead) as moe:
+                for turn, kind in enumerate(KINDS):
+                    mine = problem.tokens(RANK, problem.most - 500 * RANK, kind, turn)
+                    if schedule == "serial":
+                        wanted.append(moe(*mine))
+                        continue
+                    poison(moe)
+                    assert everywhere(torch.equal(moe(*mine), wanted[turn])), f"{configuration}, {schedule}, lead {lead}, {kind}"
+                    moe.check()
+                settle()
 
 
 def poisoned(options: argparse.Namespace) -> None:
@@ -409,7 +429,7 @@ def dead(options: argparse.Namespace) -> None:
 
 
 RUNS = {
-    "random": random_shapes, "poison": poisoned, "replay": replay, "delay": delay, "stream": stream, "compile": compiled,
+    "random": random_shapes, "orders": orders, "poison": poisoned, "replay": replay, "delay": delay, "stream": stream, "compile": compiled,
     "fallback": fallback, "refuse": refuse, "dead": dead,
 }  # fmt: skip
 

@@ -9,8 +9,9 @@ import torch
 from xstage.errors import XStageError
 from xstage.moe.layout import BufferLayout
 from xstage.moe.quantize import BLOCK
+from xstage.moe.work_table import ORDERS
 
-SCHEDULES = ("serial",)
+SCHEDULES = ("auto", "serial", *ORDERS)
 FALLBACKS = ("serial", "error")
 TILE = 128
 PICKS = (torch.int32, torch.int64)
@@ -29,15 +30,17 @@ def layout(ranks: int, num_experts: int, hidden: int, intermediate: int, top_k: 
     return made
 
 
-def check_options(schedule: str, clamp: float | None, dtype: torch.dtype, fallback: str) -> None:
+def check_options(schedule: str, lead_rows: int | None, clamp: float | None, dtype: torch.dtype, fallback: str) -> None:
     """Refuse options that are no numbers of the layout.
 
     Raises:
-        XStageError: an option that is not known, or a clamp that is not positive.
+        XStageError: an option that is not known, or a lead or clamp that is not positive.
     """
     for name, value, known in (("schedule", schedule, SCHEDULES), ("fallback", fallback, FALLBACKS)):
         if value not in known:
             raise XStageError(f"{name}: {value!r} is not one of {', '.join(known)}")
+    if lead_rows is not None and not (isinstance(lead_rows, int) and lead_rows >= 1):
+        raise XStageError(f"lead_rows: {lead_rows!r} must be a whole number of at least 1, or None")
     if clamp is not None and not 0 < clamp < math.inf:
         raise XStageError(f"clamp: {clamp} must be positive and finite, or None")
     if dtype != torch.bfloat16:

@@ -29,6 +29,7 @@ from xstage.device import registers
 from xstage.device.stores import prefetch_l1, store_16
 
 E4M3_MAX, SMALLEST_SCALE = 448.0, 2.0**-126
+MATH, STAGED, FREE = 1, 3, 5  # named barriers, each of two warpgroups
 
 
 class Epilogue:
@@ -71,7 +72,7 @@ class Epilogue:
 
     @cute.jit
     def _meet(self) -> None:
-        cute.arch.barrier(barrier_id=1 + self.group, number_of_threads=128)
+        cute.arch.barrier(barrier_id=MATH + self.group, number_of_threads=128)
 
     @cute.jit
     def _stage_bf16(self, sums: cute.Tensor) -> None:
@@ -125,13 +126,14 @@ class Plain(Epilogue):
 class SwigluFp8(Epilogue):
     """outputs: (uint8 [rows, N / 2], float32 scales [N / 256, rows], float32 routing weight [rows]).
 
-    clamp: gate is bounded above and up on both sides by it; None: neither.
+    clamp: gate is bounded above and up on both sides by it; None: neither. handed: staged tiles are handed to a store warp, which
+    calls `store_staged` for each; the math warps call `await_free` before they stage again.
     """
 
     alternating = True
 
-    def __init__(self, clamp: float | None = None) -> None:
-        self.clamp = clamp
+    def __init__(self, clamp: float | None = None, handed: bool = False) -> None:
+        self.clamp, self.handed = clamp, handed
 
     def descriptors(self, outputs: Any) -> Any:
         middle, scales, weight = outputs
@@ -165,17 +167,26 @@ class SwigluFp8(Epilogue):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def drain(self) -> None:
-        """Until what this warpgroup stored is in memory, elements and scales, as the leading warp sees it."""
-        if self.leads:
-            cute.arch.cp_async_bulk_wait_group(0, read=False)
-        self._meet()
+    def store_staged(self, m: Int32, n: Int32) -> None:
+        """A store warp's part: one tile, until its elements are in memory; its scales were written by the math warps."""
+        cute.arch.barrier(barrier_id=STAGED + self.group, number_of_threads=160)
+        cute.copy(self.outputs[0], self.source[(None, self.group * 2)], self.target[(None, m * 2 + self.group, n)])
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.barrier_arrive(barrier_id=FREE + self.group, number_of_threads=160)
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def await_free(self) -> None:
+        """Until the store warp has read what was handed to it."""
+        cute.arch.barrier(barrier_id=FREE + self.group, number_of_threads=160)
 
     @cute.jit
     def _finish(self, first: cute.Tensor, second: cute.Tensor, m: Int32, n: Int32) -> None:
         """A scale per row over both halves, elements in fp8, and both on their way to memory."""
-        if self.leads:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if const_expr(not self.handed):
+            self.end()
+        # With a store warp too: other warps of this warpgroup may still be reading what `RowsToSlots` staged.
         self._meet()
         quarter = self.lane % 4
         weights = [self.outputs[4][self._row(m, r)] for r in range(2)]
@@ -209,10 +220,13 @@ class SwigluFp8(Epilogue):
             if quarter == 0:
                 self.outputs[3][n, self._row(m, r)] = scale * weights[r]
         cute.arch.fence_view_async_shared()
-        self._meet()
-        if self.leads:
-            cute.copy(self.outputs[0], self.source[(None, self.group * 2)], self.target[(None, m * 2 + self.group, n)])
-            cute.arch.cp_async_bulk_commit_group()
+        if const_expr(self.handed):
+            cute.arch.barrier_arrive(barrier_id=STAGED + self.group, number_of_threads=160)
+        else:
+            self._meet()
+            if self.leads:
+                cute.copy(self.outputs[0], self.source[(None, self.group * 2)], self.target[(None, m * 2 + self.group, n)])
+                cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def _swiglu(self, gate: Float32, up: Float32) -> Float32:

@@ -44,10 +44,10 @@ from xstage.moe.layout import (
     MAX_EXPERTS,
     MAX_PICKS,
     MAX_RANKS,
-    MEETINGS,
+    PHASES,
     BufferLayout,
 )
-from xstage.moe.work_table import MAX_COLUMN_TILES, MAX_ROW_TILES, TILE_COLUMNS, TILE_ROWS
+from xstage.moe.work_table import MAX_COLUMN_TILES, MAX_ROW_TILES, TILE_COLUMNS, TILE_ROWS, WorkOrder
 from xstage.symmetric import Agreement, SymmetricBuffer, Watch
 
 HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE = 512, 256
@@ -80,9 +80,10 @@ def check_layout(layout: BufferLayout, intermediate: int) -> None:
             raise XStageError(f"{name}: {value}{unit} exceed the kernels' limit of {limit}")
 
 
-def scratch_shapes(layout: BufferLayout, intermediate: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """dtype and shape of everything that an `Exchange` keeps in its rank's own memory, beside the buffer."""
+def scratch_shapes(layout: BufferLayout, intermediate: int, merged: bool = False) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """dtype and shape of everything that an `Exchange` keeps in its rank's own memory, beside the buffer. merged: one list of work."""
     tiles = layout.rows // TILE_ROWS
+    first, second = 2 * intermediate // TILE_COLUMNS, layout.hidden // TILE_COLUMNS
     return {
         "chunk_bases": ("int32", (-(-layout.max_tokens_per_rank // CHUNK_TOKENS) * layout.experts,)),
         "positions": ("int32", (layout.max_tokens_per_rank * layout.top_k,)),
@@ -91,8 +92,9 @@ def scratch_shapes(layout: BufferLayout, intermediate: int) -> dict[str, tuple[s
         "tile_end": ("int32", (tiles,)),
         "expert_counts": ("int32", (layout.experts_per_rank,)),
         "totals": ("int32", (4,)),
-        "work1": ("int32", (tiles * (2 * intermediate // TILE_COLUMNS),)),
-        "work2": ("int32", (tiles * (layout.hidden // TILE_COLUMNS),)),
+        "work1": ("int32", (tiles * (first + second if merged else first),)),
+        "work2": ("int32", (1 if merged else tiles * second,)),
+        "ready": ("int32", (tiles if merged else 1,)),
         "scales": ("float32", (layout.hidden // 128, layout.rows)),
         "row_weight": ("float32", (layout.rows,)),
         "row_slot": ("int64", (layout.rows,)),
@@ -100,9 +102,9 @@ def scratch_shapes(layout: BufferLayout, intermediate: int) -> dict[str, tuple[s
     }
 
 
-def scratch_bytes(layout: BufferLayout, intermediate: int) -> int:
+def scratch_bytes(layout: BufferLayout, intermediate: int, merged: bool = False) -> int:
     """Bytes of `scratch_shapes`; `layout.size_bytes` are those of the buffer."""
-    return sum(ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in scratch_shapes(layout, intermediate).values())
+    return sum(ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in scratch_shapes(layout, intermediate, merged).values())
 
 
 class Exchange:
@@ -111,11 +113,14 @@ class Exchange:
     Args:
         layout: fp8, tile 128. intermediate: columns of gate, and of up. group: whose ranks hold the experts, in rank order.
         device: this rank's GPU. timeout_s: bound of every wait. tag: names the object in errors; the same on every rank, and its own.
+        order: of one list of work for both GEMMs (None: a list for each).
 
     Attributes, for the GEMMs; of a call's own size only where `totals` says so, valid from `dispatch` to `combine` on the stream:
         activations: uint8 (e4m3) [rows, hidden]. scales: float32 [hidden / 128, rows], m-major, 0 in padding rows.
         tile_expert: int32 [rows / 128]: local expert of a tile. tile_end: int32 [rows / 128]: end of that expert's real rows.
-        work1, work2: int32 words of the entries for 2 · intermediate and for hidden columns (`xstage.moe.work_table`).
+        work1, work2: int32 words of the entries for 2 · intermediate and for hidden columns (`xstage.moe.work_table`); with an order
+            `work1` has both. ready: int32 [rows / 128], zeros when `dispatch` has passed, with an order. control, call: words of
+            `xstage.device.meeting`.
         totals: int32 [4]: entries of work1, entries of work2, tiles, rows with padding. All 0 once a meeting failed.
         expert_counts: int32 [experts per rank]: real rows of each local expert.
         row_weight: float32 [rows]: routing weight, 0 in padding rows.
@@ -127,7 +132,8 @@ class Exchange:
     """
 
     def __init__(
-        self, layout: BufferLayout, *, intermediate: int, group: dist.ProcessGroup, device: torch.device, timeout_s: float = 30.0, tag: str
+        self, layout: BufferLayout, *, intermediate: int, group: dist.ProcessGroup, device: torch.device, timeout_s: float = 30.0, tag: str,
+        order: WorkOrder | None = None,
     ):  # fmt: skip
         check_layout(layout, intermediate)
         if group.size() != layout.ranks:
@@ -135,26 +141,27 @@ class Exchange:
         if device.type != "cuda":
             raise XStageError(f"device: {device} is not a CUDA device")
         device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
-        self.layout, self.intermediate, self.device, self.tag = layout, intermediate, device, tag
+        self.layout, self.intermediate, self.order, self.device, self.tag = layout, intermediate, order, device, tag
         self.rank, self.world = group.rank(), group.size()
-        problem = [asdict(layout), intermediate]
+        problem = [asdict(layout), intermediate]  # the order of work is a rank's own business
         Agreement(group, f"{tag}/exchange", timeout_s).same("exchange", {"layout": str(layout), "intermediate": intermediate})
         self._buffer = SymmetricBuffer(layout.size_bytes, group, device)
-        self._watch = Watch(group, tag, timeout_s, MEETINGS)
+        self._watch = Watch(group, tag, timeout_s, PHASES)
         signature = zlib.crc32(json.dumps(problem, sort_keys=True).encode()) & 0x7FFFFFFF
         # The signal words are the first region: their addresses are the buffers'.
         words = [signature, self.rank, int(timeout_s * 1e9), self._watch.address, *self._buffer.addresses]
-        self._call = torch.tensor(words, dtype=torch.int64, device=device)
-        self._control = torch.zeros(2, dtype=torch.int64, device=device)
+        self.call = torch.tensor(words, dtype=torch.int64, device=device)
+        self.control = torch.zeros(2, dtype=torch.int64, device=device)
         self._signals = self.view("signals").view(-1)
         self.activations = self.view("activations").view(torch.uint8)
         made = {
             name: torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
-            for name, (dtype, shape) in scratch_shapes(layout, intermediate).items()
+            for name, (dtype, shape) in scratch_shapes(layout, intermediate, order is not None).items()
         }
         self._chunk_bases, self._positions, self._zeros = made["chunk_bases"], made["positions"], made["zeros"]
         self.first, self.tile_expert, self.tile_end = made["first"], made["tile_expert"], made["tile_end"]
         self.expert_counts, self.totals, self.work1, self.work2 = made["expert_counts"], made["totals"], made["work1"], made["work2"]
+        self.ready = made["ready"]
         self.scales, self.row_weight, self.row_slot = made["scales"], made["row_weight"], made["row_slot"]
         self._tokens: int | None = None  # of the call that is under way
         torch.cuda.synchronize(device)
@@ -233,10 +240,10 @@ class Exchange:
 
     # ---- what is launched
 
-    def _plan_options(self) -> tuple[int, ...]:
+    def _plan_options(self) -> tuple[Any, ...]:
         layout = self.layout
         columns = (2 * self.intermediate // TILE_COLUMNS, layout.hidden // TILE_COLUMNS)
-        return layout.ranks, layout.experts, layout.region("counts").offset_bytes, *columns
+        return layout.ranks, layout.experts, layout.region("counts").offset_bytes, *columns, self.order
 
     def _dispatch_steps(
         self, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor
@@ -251,17 +258,17 @@ class Exchange:
         send = exchange_sm90.compiled_dispatch(layout, wide, _ROWS[x.dtype])
         arrange = exchange_sm90.compiled_arrange(layout)
         meeting = compiled_meeting(self.world, DISPATCHED, False)
-        words = (self._control, self._call, self._signals)
+        words = (self.control, self.call, self._signals)
         given = (x.data_ptr(), 0 if x_scales is None else x_scales.data_ptr(), topk_idx.data_ptr(), topk_weights.data_ptr(), tokens)
-        tiles = (self.tile_expert, self.tile_end, self.expert_counts, self.totals, self.work1, self.work2)
+        tiles = (self.tile_expert, self.tile_end, self.expert_counts, self.totals, self.work1, self.work2, self.ready)
         return [
             ("count", lambda: count(topk_idx.data_ptr(), tokens, self._chunk_bases, self._positions)),
             ("plan", lambda: plan(tokens, self._chunk_bases, self.first, *tiles, *words)),
-            ("dispatch", lambda: send(*given, self._chunk_bases, self._positions, self.first, self._control, self._call)),
+            ("dispatch", lambda: send(*given, self._chunk_bases, self._positions, self.first, self.control, self.call)),
             ("dispatched", lambda: meeting(*words)),
             ("arrange", lambda: arrange(
                 self._buffer.addresses[self.rank], self.tile_end, self.totals, self.scales, self.row_weight, self.row_slot,
-                self._control, self._call,
+                self.control, self.call,
             )),
         ]  # fmt: skip
 
@@ -274,8 +281,8 @@ class Exchange:
         meeting = compiled_meeting(self.world, COMBINED, True)
         given = (self._buffer.addresses[self.rank], topk_idx.data_ptr(), out.data_ptr(), len(out), self._zeros.data_ptr())
         return [
-            ("combined", lambda: meeting(self._control, self._call, self._signals)),
-            ("reduce", lambda: reduce(*given, self._control)),
+            ("combined", lambda: meeting(self.control, self.call, self._signals)),
+            ("reduce", lambda: reduce(*given, self.control)),
         ]
 
     # ---- what is refused

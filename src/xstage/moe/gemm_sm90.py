@@ -15,12 +15,14 @@ time; the first half's runs under the second half's last wgmma.
 One layer, or both of a MoE layer in one list of work, in any order that puts every Linear-1 entry of a row tile before its first Linear-2
 entry. Then a row tile of Linear-1's output is ready when `ready[tile]` has counted both warpgroups of all its column tiles:
 
-1. A warpgroup's copy to memory is complete (`wait_group 0` by the warp that issued it), and its scales are written; the warpgroup meets.
-2. That warp's fence and `red.release.gpu` add one. A warpgroup does this one tile later, when the copy is long done, and after its last.
+1. The math warps stage a tile in shared memory, write its scales, and hand it to their warpgroup's store warp (named barrier `STAGED`).
+2. The store warp copies it to memory, says that the staging is free (`FREE`), waits until the copy is complete, and adds one
+   (`red.release.gpu`). No math warp waits for a copy, and what a tile is waited for by never waits for anything but that copy: were the
+   count added by the math warps, later, it would wait for their next tile's loads, which may wait for another warpgroup's count.
 3. The loading warp of a Linear-2 tile acquires the full count (gpu scope), makes a proxy fence, and lets the copy engine read.
 
 Clusters take entries in turn, so each works through its own in the list's order; the smallest unfinished entry can always run, since all
-CTAs are resident. The wait is bounded.
+CTAs are resident. The wait is bounded, and says so where the meetings of ranks do.
 
 Epilogues (`xstage.moe.epilogues`): plain bf16; SwiGLU, routing weight and fp8 again; rows to slots anywhere.
 
@@ -44,6 +46,8 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from xstage.device import signals
+from xstage.device.meeting import FAILED, GENERATION, RANK, STATUS_ADDRESS, TIMEOUT_NS
+from xstage.moe.layout import LINEAR1
 
 TILE_M, TILE_N, TILE_K = 128, 256, 128
 CLUSTER = 2
@@ -76,7 +80,7 @@ class GroupedGemm:
     ) -> None:  # fmt: skip
         """layers: per layer a uint8 [rows, K], weight uint8 [experts · N, K], a_scales float32 [K / 128, rows], weight_scales float32
         [experts, K / 128, N / 128]. outputs: what each layer's epilogue takes. columns: N of each layer.
-        ready: of two layers, (int32 [row tiles], zeros; int64 control words; nanoseconds that a wait may take).
+        ready: of two layers, (int32 [row tiles], zeros; control and call words of `xstage.device.meeting`).
         """
         stages = self.stages
         k_major = LayoutEnum.ROW_MAJOR.sm90_mma_major_mode()
@@ -151,6 +155,10 @@ class GroupedGemm:
             if warp == 8:
                 slots = [shared.a.get_tensor(slots_a.outer, swizzle=slots_a.inner), shared.a.get_tensor(halves_a.outer, swizzle=halves_a.inner), shared.w.get_tensor(slots_w.outer, swizzle=slots_w.inner)]  # fmt: skip  # noqa: E501
                 self._load(sources, slots, s_scales, tile_expert, work, ready, entry, step, count, member, full, empty)
+            if const_expr(len(self.epilogues) == 2):
+                if (warp == 9) | (warp == 10):
+                    self.epilogues[0].begin(shared.staging, (warp - 9) * 128, targets[0])
+                    self._store(work, ready, entry, step, count, member)
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             slice_ = start.get_slice(thread)
@@ -165,35 +173,42 @@ class GroupedGemm:
             fixed = (start, go_on, product, first, second, r_a, r_w, s_scales, full, empty)
             for epilogue, target in zip(self.epilogues, targets, strict=True):
                 epilogue.begin(shared.staging, thread, target)
-            base, phase, unsaid = Int32(0), Int32(0), Int32(-1)
+            two = len(self.epilogues) == 2
+            base, phase, staged = Int32(0), Int32(0), Int32(0)
             mine = work[cutlass.min(entry, count - 1) * 2 + member] if count > 0 else Int32(0)
             while entry < count:
                 m, n, layer = mine >> ROW_SHIFT, (mine >> 1) & COLUMN_MASK, (mine >> LAYER_SHIFT) & 1
                 rounds = Int32(sources[0][7])
-                if const_expr(len(self.epilogues) == 1) or layer == 0:
-                    self.epilogues[0].warm(m)
+                if const_expr(two):
+                    if layer == 1:
+                        rounds = Int32(sources[1][7])
+                        self.epilogues[1].warm(m)
+                    else:
+                        self.epilogues[0].warm(m)
                 else:
-                    self.epilogues[1].warm(m)
-                    rounds = Int32(sources[1][7])
+                    self.epilogues[0].warm(m)
                 for _ in cutlass.range(rounds // self.unroll - 1, unroll=1):
                     self._round(-1, fixed, base, phase, m, n, layer)
                     base, phase = self._next(base, phase)
-                if const_expr(len(self.epilogues) == 2):
-                    unsaid = self._say_ready(ready, unsaid)
+                if const_expr(two):
+                    if staged == 1:
+                        self.epilogues[0].await_free()
+                    staged = layer ^ 1
                 entry += step
                 mine = work[cutlass.min(entry, count - 1) * 2 + member]
-                if const_expr(len(self.epilogues) == 1):
-                    self._round(0, fixed, base, phase, m, n, layer)
-                elif layer == 0:
-                    self._round(0, fixed, base, phase, m, n, layer)
-                    unsaid = m
+                if const_expr(two):
+                    if layer == 1:
+                        self._round(1, fixed, base, phase, m, n, layer)
+                    else:
+                        self._round(0, fixed, base, phase, m, n, layer)
                 else:
-                    self._round(1, fixed, base, phase, m, n, layer)
+                    self._round(0, fixed, base, phase, m, n, layer)
                 base, phase = self._next(base, phase)
-            if const_expr(len(self.epilogues) == 2):
-                self._say_ready(ready, unsaid)
-            for epilogue in self.epilogues:
-                epilogue.end()
+            if const_expr(two):
+                if staged == 1:
+                    self.epilogues[0].await_free()
+            else:
+                self.epilogues[0].end()
         # A CTA must not go while its partner may still multicast to it or arrive at its barriers.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
@@ -212,11 +227,15 @@ class GroupedGemm:
         while entry < count:
             next_expert = tile_expert[following >> ROW_SHIFT]
             after_next = work[cutlass.min(entry + 2 * step, count - 1) * 2 + member]
-            if const_expr(len(sources) == 1) or (mine >> LAYER_SHIFT) & 1 == 0:
-                stage, phase = self._load_tile(sources[0], parts[0], s_scales, mine, expert, member, full, empty, stage, phase)
+            given = (s_scales, mine, expert, member, full, empty, stage, phase)
+            if const_expr(len(sources) == 2):
+                if (mine >> LAYER_SHIFT) & 1 == 1:
+                    self._wait_ready(ready, mine >> ROW_SHIFT, sources[0][8])
+                    stage, phase = self._load_tile(sources[1], parts[1], *given)
+                else:
+                    stage, phase = self._load_tile(sources[0], parts[0], *given)
             else:
-                self._wait_ready(ready, mine >> ROW_SHIFT, sources[0][8])
-                stage, phase = self._load_tile(sources[1], parts[1], s_scales, mine, expert, member, full, empty, stage, phase)
+                stage, phase = self._load_tile(sources[0], parts[0], *given)
             entry += step
             mine, following, expert = following, after_next, next_expert
 
@@ -269,20 +288,28 @@ class GroupedGemm:
     @cute.jit
     def _wait_ready(self, ready, m, blocks) -> None:
         """Until Linear-1 has written row tile `m`: two warpgroups in each of `blocks` / 2 column tiles."""
-        counts, control, timeout_ns = ready
-        signals.wait_count_acquire_gpu(counts.iterator.toint() + Int64(m) * 4, Int32(blocks), control.iterator.toint(), timeout_ns)
+        counts, control, call = ready
+        failed = control.iterator.toint() + 8 * FAILED
+        seen = signals.wait_count_acquire_gpu(counts.iterator.toint() + Int64(m) * 4, Int32(blocks), failed, call[TIMEOUT_NS])
+        if seen < blocks:
+            status = Int64(Int32(control[GENERATION]) + 1) << 32 | signals.TIMED_OUT << 16 | call[RANK] << 8 | LINEAR1 + 1
+            if signals.claim_gpu(failed, status) == 0:
+                signals.store_relaxed_sys(call[STATUS_ADDRESS], status)
         cute.arch.fence_proxy("async")
 
     @cute.jit
-    def _say_ready(self, ready, unsaid) -> Int32:
-        """Count this warpgroup's last Linear-1 tile, if it was not counted yet; its staging is free afterwards."""
-        if unsaid >= 0:
-            self.epilogues[0].drain()
-            if self.epilogues[0].leads:
+    def _store(self, work, ready, entry, step, count, member) -> None:
+        """One warp per math warpgroup: its Linear-1 tiles from staging to memory, and the count of what is there."""
+        while entry < count:
+            mine = work[entry * 2 + member]
+            if (mine >> LAYER_SHIFT) & 1 == 0:
+                m = mine >> ROW_SHIFT
+                self.epilogues[0].store_staged(m, (mine >> 1) & COLUMN_MASK)
                 cute.arch.fence_proxy("async")
-                with cute.arch.elect_one():
-                    signals.count_release_gpu(ready[0].iterator.toint() + Int64(unsaid) * 4)
-        return Int32(-1)
+                cute.arch.sync_warp()
+                if cute.arch.lane_idx() == 0:
+                    signals.count_release_gpu(ready[0].iterator.toint() + Int64(m) * 4)
+            entry += step
 
     @cute.jit
     def _round(self, last: cutlass.Constexpr[int], fixed, base, phase, m, n, layer) -> None:

@@ -69,12 +69,12 @@ def both(
     a: torch.Tensor, a_scales: torch.Tensor, weight1: torch.Tensor, weight1_scales: torch.Tensor, weight2: torch.Tensor,
     weight2_scales: torch.Tensor, tile_expert: torch.Tensor, work: torch.Tensor, totals: torch.Tensor, row_weight: torch.Tensor,
     middle: torch.Tensor, middle_scales: torch.Tensor, row_slot: torch.Tensor, ready: torch.Tensor, control: torch.Tensor,
-    timeout_ns: int, clamp: float | None = None,
+    call: torch.Tensor, clamp: float | None = None,
 ) -> None:  # fmt: skip
     """`swiglu` and `rows` in one kernel, in the order of `work`, whose entries of Linear-2 have the bit `gemm_sm90.LAYER_SHIFT`.
 
-    ready: int32 [rows / 128], zeros; counts finished parts of Linear-1. control: int64 words; a wait gives up where the first is not zero.
-    timeout_ns: bound of a wait. totals: the first is the number of entries of `work`.
+    ready: int32 [rows / 128], zeros; counts finished parts of Linear-1. control, call: words of `xstage.device.meeting`; a wait that gives
+    up says so there. totals: the first is the number of entries of `work`.
     """
     (experts, n1, k1), (_, n2, k2) = weight1.shape, weight2.shape
     kernel = _compiled("both", min(_unroll(a), _unroll(middle)), clamp)
@@ -83,7 +83,7 @@ def both(
         (middle, weight2.view(experts * n2, k2), middle_scales, weight2_scales),
     )
     outputs = ((middle, middle_scales, row_weight), row_slot)
-    kernel(layers, outputs, tile_expert, work, totals, (ready, control, timeout_ns), (n1, n2), _ctas(a.device.index))
+    kernel(layers, outputs, tile_expert, work, totals, (ready, control, call), (n1, n2), _ctas(a.device.index))
 
 
 def _unroll(a: torch.Tensor) -> int:
@@ -139,9 +139,9 @@ def _compiled(kind: str, unroll: int, option: Any = None) -> Any:
         "swiglu": ((epilogues.SwigluFp8(option),), (fp8,), LINEAR1),
         "rows": ((epilogues.RowsToSlots(),), (vector(Int64),), LINEAR2),
         "plain": ((epilogues.Plain(),), (bf16,), option),
-        "both": ((epilogues.SwigluFp8(option), epilogues.RowsToSlots()), (fp8, vector(Int64)), LINEAR1),
+        "both": ((epilogues.SwigluFp8(option, handed=True), epilogues.RowsToSlots()), (fp8, vector(Int64)), LINEAR1),
     }[kind]
-    ready = (vector(Int32), vector(Int64), Int64(0)) if kind == "both" else None
+    ready = (vector(Int32), vector(Int64), vector(Int64)) if kind == "both" else None
     layers = tuple(layer(columns) for _, columns in zip(parts, (columns1, columns2), strict=False))
     return cute.compile(
         GroupedGemm(parts, STAGES, unroll, count), layers, outputs, vector(Int32), vector(Int32), vector(Int32), ready,

@@ -37,6 +37,8 @@ CHUNK_TOKENS = 128
 # Meetings of a call, in order: counts are known, rows have arrived, results have arrived.
 MEETINGS = ("counted", "dispatched", "combined")
 COUNTED, DISPATCHED, COMBINED = range(len(MEETINGS))
+PHASES = (*MEETINGS, "linear1")  # what a wait can be for: peers, or the first layer of the same GPU
+LINEAR1 = len(MEETINGS)
 # Element of activations, element of combine slots. float64 is for the reference.
 ELEMENTS = {"fp8": ("float8_e4m3fn", "bfloat16"), "bf16": ("bfloat16", "bfloat16"), "float64": ("float64", "float64")}
 ITEM_BYTES = {"int64": 8, "int32": 4, "float32": 4, "float8_e4m3fn": 1, "bfloat16": 2, "float64": 8}

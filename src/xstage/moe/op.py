@@ -40,6 +40,7 @@ from xstage.moe import arguments, quantize, reference, routing
 from xstage.moe.layout import BufferLayout
 from xstage.moe.serial import SerialPipeline, TorchPipeline
 from xstage.moe.weights import Weights
+from xstage.moe.work_table import TILE_COLUMNS, WorkOrder
 from xstage.symmetric import Agreement, Refusals, default_device, next_number, ranks_of
 
 MODES = ("serial", "torch", "reference")
@@ -72,7 +73,9 @@ class MegaMoE:
         group: process group (None: the default one). Expert e lives on its rank e // (num_experts / ranks).
         num_experts: over all ranks. hidden, intermediate: columns, multiples of 128; `serial` needs multiples of 512 and 256.
         top_k: picks per token. max_tokens_per_rank: most tokens of a rank in one call; the buffers hold the worst routing of them.
-        schedule: `serial`.
+        schedule: `serial`: two GEMMs, one after the other. `interleaved`, `alternating`, `expert_wave`: both in one persistent kernel, in
+            that order of tiles (`xstage.moe.work_table`); all give the same bits. `auto`: `interleaved`.
+        lead_rows: D of `interleaved` and `alternating`: by how many rows of 128 tokens Linear-1 leads (None: see `WorkOrder.of`).
         clamp: bounds the gate above and up on both sides before SwiGLU (None: not).
         dtype: of x and of the output: bfloat16.
         device: None: the current GPU if the group has NCCL, else the CPU.
@@ -93,8 +96,8 @@ class MegaMoE:
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, *, num_experts: int, hidden: int, intermediate: int, top_k: int,
-        max_tokens_per_rank: int, schedule: str = "serial", clamp: float | None = None, dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str | None = None, timeout_s: float = 30.0, fallback: str = "serial",
+        max_tokens_per_rank: int, schedule: str = "auto", lead_rows: int | None = None, clamp: float | None = None,
+        dtype: torch.dtype = torch.bfloat16, device: torch.device | str | None = None, timeout_s: float = 30.0, fallback: str = "serial",
     ):  # fmt: skip
         if not dist.is_initialized():
             raise XStageError("group: torch.distributed is not initialised (call torch.distributed.init_process_group first)")
@@ -110,16 +113,18 @@ class MegaMoE:
         error = None
         try:
             self.layout = arguments.layout(self.world, num_experts, hidden, intermediate, top_k, max_tokens_per_rank)
-            arguments.check_options(schedule, clamp, dtype, fallback)
+            arguments.check_options(schedule, lead_rows, clamp, dtype, fallback)
         except XStageError as raised:
             error = raised
         self._together("MegaMoE", error)
         self._agreement.same(
             "MegaMoE", {"num_experts": num_experts, "hidden": hidden, "intermediate": intermediate, "top_k": top_k,
-                        "max_tokens_per_rank": max_tokens_per_rank, "schedule": schedule, "clamp": clamp, "dtype": str(dtype),
+                        "max_tokens_per_rank": max_tokens_per_rank, "schedule": schedule, "lead_rows": lead_rows,
+                        "clamp": clamp, "dtype": str(dtype),
                         "device": self.device.type, "fallback": fallback},
         )  # fmt: skip
         self.intermediate, self.clamp = intermediate, clamp
+        self.schedule, self.lead_rows = "interleaved" if schedule == "auto" else schedule, lead_rows
         here = self.layout.experts_per_rank
         self.experts = slice(self.rank * here, (self.rank + 1) * here)
         self.reason, self._closed, self._met = "", False, False
@@ -133,8 +138,9 @@ class MegaMoE:
 
     @staticmethod
     def plan_bytes(
-        *, ranks: int, num_experts: int, hidden: int, intermediate: int, top_k: int, max_tokens_per_rank: int, mode: str = "serial"
-    ) -> MoEBytes:
+        *, ranks: int, num_experts: int, hidden: int, intermediate: int, top_k: int, max_tokens_per_rank: int, mode: str = "serial",
+        schedule: str = "auto",
+    ) -> MoEBytes:  # fmt: skip
         """What an object of these arguments holds on each rank, before anything is allocated.
 
         Raises:
@@ -145,7 +151,9 @@ class MegaMoE:
         layout = arguments.layout(ranks, num_experts, hidden, intermediate, top_k, max_tokens_per_rank)
         weights = Weights.size_bytes(layout.experts_per_rank, hidden, intermediate)
         symmetric = 0 if mode == "torch" else layout.size_bytes
-        return MoEBytes(symmetric, SerialPipeline.local_bytes(layout, intermediate) if mode == "serial" else 0, weights)
+        return MoEBytes(
+            symmetric, SerialPipeline.local_bytes(layout, intermediate, schedule != "serial") if mode == "serial" else 0, weights
+        )
 
     @property
     def size_bytes(self) -> MoEBytes:
@@ -155,7 +163,7 @@ class MegaMoE:
         shape = self.layout
         return self.plan_bytes(
             ranks=self.world, num_experts=shape.experts, hidden=shape.hidden, intermediate=self.intermediate, top_k=shape.top_k,
-            max_tokens_per_rank=shape.max_tokens_per_rank, mode=self.mode,
+            max_tokens_per_rank=shape.max_tokens_per_rank, mode=self.mode, schedule=self.schedule,
         )  # fmt: skip
 
     def load_weights(
@@ -261,7 +269,7 @@ class MegaMoE:
             try:
                 self._serial = SerialPipeline(
                     self.layout, self._weights, clamp=self.clamp, group=self.group, device=self.device, timeout_s=self.timeout_s,
-                    tag=self.tag,
+                    tag=self.tag, order=self._order(),
                 )  # fmt: skip
             except (UnsuitableMachine, torch.OutOfMemoryError) as error:
                 why = str(error).split("\n", 1)[0]
@@ -277,6 +285,13 @@ class MegaMoE:
             raise UnsuitableMachine(f"MegaMoE cannot run its kernels ({self.reason})")
         warnings.warn(f"MegaMoE runs as plain torch with NCCL, which is far slower: {self.reason}", RuntimeWarning, stacklevel=4)
         return "torch"
+
+    def _order(self) -> WorkOrder | None:
+        if self.schedule == "serial":
+            return None
+        clusters = torch.cuda.get_device_properties(self.device).multi_processor_count // 2
+        columns = (2 * self.intermediate // TILE_COLUMNS, self.layout.hidden // TILE_COLUMNS)
+        return WorkOrder.of(self.schedule, *columns, lead_rows=self.lead_rows, instances=clusters)
 
     # ---- one call
 

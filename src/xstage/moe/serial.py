@@ -1,11 +1,12 @@
 """A MoE layer as one step after another: what `MegaMoE` runs, and what it runs where the kernels cannot.
 
 * `SerialPipeline`: dispatch by stores into the peers' buffers, two grouped GEMMs, the second of which stores its rows into the peers'
-  buffers, and the sum over picks. The host never waits, and no size depends on the routing: legal in CUDA graphs.
+  buffers, and the sum over picks. The host never waits, and no size depends on the routing: legal in CUDA graphs. With an order both
+  GEMMs are one persistent kernel, whose Linear-1 tiles stand between the stores of Linear-2 and give them time to drain.
 * `TorchPipeline`: plain torch and `all_to_all_single`, as one writes it without kernels: the host waits for the counts, experts come one
   after another, everything between the fp8 weights is bfloat16. It is also the baseline of the study.
 
-Not covered: overlap of the exchange with the GEMMs, beyond the stores of the second.
+Not covered: overlap of dispatch, and of the sum over picks, with the GEMMs.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ from xstage.moe import quantize, routing
 from xstage.moe.layout import BufferLayout
 from xstage.moe.reference import Linear, swiglu
 from xstage.moe.weights import Weights
+from xstage.moe.work_table import WorkOrder
 
 
 class SerialPipeline:
     """Four steps on the current stream of one Hopper GPU, in lockstep with its peers.
+
+    Args:
+        order: of both GEMMs in one kernel; None: one after the other.
 
     Attributes:
         exchange: `xstage.moe.exchange.Exchange`, symmetric memory and work lists. middle: uint8 (e4m3) [rows, intermediate], what enters
@@ -36,23 +41,23 @@ class SerialPipeline:
 
     def __init__(
         self, layout: BufferLayout, weights: Weights, *, clamp: float | None, group: dist.ProcessGroup, device: torch.device,
-        timeout_s: float, tag: str,
+        timeout_s: float, tag: str, order: WorkOrder | None = None,
     ):  # fmt: skip
         from xstage.moe.exchange import Exchange
 
         intermediate = weights.intermediate
         self.weights, self.clamp = weights, clamp
-        self.exchange = Exchange(layout, intermediate=intermediate, group=group, device=device, timeout_s=timeout_s, tag=tag)
+        self.exchange = Exchange(layout, intermediate=intermediate, group=group, device=device, timeout_s=timeout_s, tag=tag, order=order)
         self.middle = torch.empty(layout.rows, intermediate, dtype=torch.uint8, device=device)
         self.middle_scales = torch.empty(intermediate // quantize.BLOCK, layout.rows, device=device)
 
     @staticmethod
-    def local_bytes(layout: BufferLayout, intermediate: int) -> int:
-        """Bytes beside the symmetric buffer and the weights."""
+    def local_bytes(layout: BufferLayout, intermediate: int, merged: bool = False) -> int:
+        """Bytes beside the symmetric buffer and the weights. merged: both GEMMs in one kernel."""
         from xstage.moe.exchange import scratch_bytes
 
         middle = layout.rows * (intermediate + 4 * intermediate // quantize.BLOCK)
-        return scratch_bytes(layout, intermediate) + middle
+        return scratch_bytes(layout, intermediate, merged) + middle
 
     def run(
         self, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
@@ -63,9 +68,22 @@ class SerialPipeline:
             PeerTimeout: an earlier call's kernel gave up on a peer.
         """
         self.exchange.dispatch(x, x_scales, topk_idx, topk_weights)
-        self.linear1()
-        self.linear2(self.exchange.row_slot)
+        self.gemms(self.exchange.row_slot)
         self.exchange.combine(topk_idx, out)
+
+    def gemms(self, row_slot: torch.Tensor) -> None:
+        """Both layers for the rows that the last dispatch brought; row r of Linear-2 goes to the address `row_slot[r]`."""
+        from xstage.moe import grouped_gemm
+
+        e, w = self.exchange, self.weights
+        if e.order is None:
+            self.linear1()
+            self.linear2(row_slot)
+            return
+        grouped_gemm.both(
+            e.activations, e.scales, w.w1, w.w1_scales, w.w2, w.w2_scales, e.tile_expert, e.work1, e.totals, e.row_weight, self.middle,
+            self.middle_scales, row_slot, e.ready, e.control, e.call, self.clamp,
+        )  # fmt: skip
 
     def linear1(self) -> None:
         """Linear-1, SwiGLU, routing weight and quantisation of the rows that the last dispatch brought."""

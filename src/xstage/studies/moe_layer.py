@@ -3,10 +3,12 @@
 Each row is a model's shape, a number of tokens per rank, and a share f of remote picks; f = 7/8 gives each of two GPUs the egress that
 8-way expert parallelism gives it. Variants of a group run interleaved (`bench.timing`):
 
-* `gemm`: the two grouped GEMMs on the rows that a dispatch brought, without exchange: `linear1`, `linear2` (bf16 out, local), `swiglu`
-  (Linear-1 as the layer runs it), `rows` (Linear-2 whose rows go to their ranks), `rows_local` (the control: the same into this GPU).
+* `gemm`: the grouped GEMMs on the rows that a dispatch brought, without exchange: `linear1`, `linear2` (bf16 out, local), `swiglu`
+  (Linear-1 as the layer runs it), `rows` (Linear-2 whose rows go to their ranks), `rows_local` (the control: the same into this GPU);
+  and both in one kernel, `both_…` by the name of the order, and `both_…_local`.
 * `layer`: `dispatch` and `combine` by themselves, the whole layer in a CUDA graph (`serial`), the same with x in e4m3 (`serial_e4m3`),
-  and without a graph (`eager`). By itself `dispatch` meets its peers only the first time, `combine` every time.
+  and without a graph (`eager`), all with one GEMM after the other; and in a graph with both in one kernel, by the name of the order of
+  tiles. By itself `dispatch` meets its peers only the first time, `combine` every time.
 * `torch`: plain torch and NCCL with weights in bf16, eager (`serial.TorchPipeline`); fewer rounds, for it may be slow.
 
 The bound is compute (`linear1` + `linear2`) plus the bytes that leave the busiest rank over R of a platform file, plus `OVERHEAD_NS` for
@@ -37,6 +39,7 @@ from xstage.moe.op import MegaMoE
 from xstage.moe.reference import Linear
 from xstage.moe.serial import SerialPipeline, TorchPipeline
 from xstage.moe.shapes import MoEShape, shape
+from xstage.moe.work_table import ORDERS, TILE_COLUMNS, WorkOrder
 from xstage.platform import Platform, load_platform
 
 SHAPES, SHARES = ("Qwen3.5", "DSv4-Flash", "Hy3", "Qwen3-30B", "GLM-5.2"), (0.5, 0.875)
@@ -50,6 +53,7 @@ class Layer:
 
     Attributes:
         x: bfloat16 [tokens, hidden]; q, scales: the same in e4m3. idx, weights: [tokens, top_k]. out: what the call returned.
+        orders: a pipeline with the same weights for each order of tiles in one kernel, after a call.
         rows: of this rank's experts, with paddings. products: bf16 [rows, 2 · intermediate] and [rows, hidden], outputs of `plain`.
     """
 
@@ -62,6 +66,7 @@ class Layer:
     idx: torch.Tensor
     weights: torch.Tensor
     out: torch.Tensor
+    orders: dict[str, SerialPipeline]
     rows: int
     products: tuple[torch.Tensor, torch.Tensor]
 
@@ -126,9 +131,16 @@ def derived(
         if rate is not None:
             answers["bytes_over_rate_ns"] = round(bytes_sent / rate, 1)
             answers["bound_ns"] = round(answers["compute_ns"] + bytes_sent / rate + OVERHEAD_NS, 1)
+        for name in ORDERS:
+            if name in ns:
+                answers[f"{name}_over_compute"] = round(ns[name] / answers["compute_ns"], 4)
         if "deep_gemm_linear1" in ns:
             answers["gemm_over_deepgemm"] = round(answers["compute_ns"] / (ns["deep_gemm_linear1"] + ns["deep_gemm_linear2"]), 4)
+    if "interleaved" in ns and "expert_wave" in ns:
+        answers["interleaved_over_wave"] = round(ns["expert_wave"] / ns["interleaved"], 4)
     if "serial" in ns:
+        if "interleaved" in ns:
+            answers["speedup_unfused"] = round(ns["serial"] / ns["interleaved"], 4)
         if "bound_ns" in answers:
             answers["serial_over_bound"] = round(ns["serial"] / answers["bound_ns"], 4)
         if "swiglu" in ns:
@@ -159,14 +171,15 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 def run(
     out: str, *, shapes: Sequence[str] = SHAPES, tokens: int = 8192, shares: Sequence[float] = SHARES, rounds: int = 9,
     budget_s: float = 400.0, pause_s: float = 0.04, platform: str | None = "h200-nvlink4", groups: Sequence[str] = GROUPS,
-    extra: Extra | None = None,
+    orders: Sequence[str] = ORDERS, extra: Extra | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure every (shape, share) row and write a result file after each; run by every rank (torchrun).
 
     Args:
         out: path of the result file. shapes: names of `xstage.moe.shapes`. tokens: per rank. shares: of remote picks.
         budget_s: no shape is begun after this many seconds. platform: gallery name or path, whose R gives the bound; None: no bound.
-        groups: which of `GROUPS` to run. extra: more variants per group, called with each row's layer.
+        groups: which of `GROUPS` to run. orders: of tiles in one kernel, besides `serial`.
+        extra: more variants per group, called with each row's layer.
 
     Returns:
         The content of the result file.
@@ -186,7 +199,7 @@ def run(
     rank, world = dist.get_rank(), dist.get_world_size()
     settings = {
         "world": world, "tokens": tokens, "rounds": rounds, "pause_s": pause_s, "platform": platform, "overhead_ns": OVERHEAD_NS,
-        "groups": list(groups), "others": extra is not None,
+        "groups": list(groups), "orders": list(orders), "others": extra is not None,
     }  # fmt: skip
     results = timing.ResultFile(out, "moe-layer", write=rank == 0, settings=settings)
     begun, cut_short = time.monotonic(), False
@@ -200,16 +213,19 @@ def run(
             continue
         with MegaMoE(
             num_experts=model.experts, hidden=model.hidden, intermediate=model.intermediate, top_k=model.top_k,
-            max_tokens_per_rank=tokens, fallback="error",
+            max_tokens_per_rank=tokens, schedule="serial", fallback="error",
         ) as moe:  # fmt: skip
             _load(moe, model)
+            fused = {name: _pipeline(moe, name) for name in orders}
             for share in todo:
-                row = _row(_layer(moe, model, tokens, share), share, groups, rounds, pause_s, known, extra)
+                row = _row(_layer(moe, model, tokens, share, fused), share, groups, rounds, pause_s, known, extra)
                 results.content["headline"] = headline([*results.content["rows"], row])
                 results.add(row)
                 if rank == 0:
                     answers = " ".join(f"{k} {v:g}" for k, v in row["derived"].items())
                     print(f"{model.name} f={share:g}: {answers} ({time.monotonic() - begun:.0f} s)", file=sys.stderr, flush=True)
+            for pipeline in fused.values():
+                pipeline.free()
         torch.cuda.empty_cache()
     if not cut_short:
         results.finish()
@@ -229,7 +245,16 @@ def _load(moe: MegaMoE, model: MoEShape) -> None:
     moe.load_weights(made[0], made[2], w1_scales=made[1], w2_scales=made[3])
 
 
-def _layer(moe: MegaMoE, model: MoEShape, tokens: int, share: float) -> Layer:
+def _pipeline(moe: MegaMoE, order: str) -> SerialPipeline:
+    columns = (2 * moe.intermediate // TILE_COLUMNS, moe.layout.hidden // TILE_COLUMNS)
+    clusters = torch.cuda.get_device_properties(moe.device).multi_processor_count // 2
+    return SerialPipeline(
+        moe.layout, moe._weights, clamp=moe.clamp, group=moe.group, device=moe.device, timeout_s=moe.timeout_s, tag=f"{moe.tag}/{order}",
+        order=WorkOrder.of(order, *columns, lead_rows=None, instances=clusters),
+    )  # fmt: skip
+
+
+def _layer(moe: MegaMoE, model: MoEShape, tokens: int, share: float, orders: dict[str, SerialPipeline]) -> Layer:
     generator = torch.Generator(device=moe.device).manual_seed(1 + moe.rank)
     idx = draw(tokens, model.experts, model.top_k, share, moe.rank, moe.world, generator)
     x = torch.randn(tokens, model.hidden, device=moe.device, generator=generator, dtype=torch.bfloat16)
@@ -239,11 +264,17 @@ def _layer(moe: MegaMoE, model: MoEShape, tokens: int, share: float) -> Layer:
     moe(q, idx, weights, x_scales=scales)
     out = moe(x, idx, weights)
     moe.check()
+    for name, pipeline in orders.items():
+        other = torch.empty_like(out)
+        pipeline.run(x, None, idx, weights, other)
+        pipeline.check()
+        if not torch.equal(other, out):
+            raise XStageError(f"orders: {name} and one GEMM after the other gave different bits on rank {moe.rank}")
     rows = int(moe._serial.exchange.totals[3])
     products = tuple(
         torch.empty(moe.layout.rows, n, dtype=torch.bfloat16, device=moe.device) for n in (2 * model.intermediate, model.hidden)
     )
-    return Layer(model, moe, moe._serial, x, q, scales, idx, weights, out, rows, (products[0], products[1]))
+    return Layer(model, moe, moe._serial, x, q, scales, idx, weights, out, orders, rows, (products[0], products[1]))
 
 
 def _variants(layer: Layer) -> dict[str, dict[str, Callable[[], Any]]]:
@@ -251,18 +282,30 @@ def _variants(layer: Layer) -> dict[str, dict[str, Callable[[], Any]]]:
     x, idx, weights, out = layer.x, layer.idx, layer.weights, torch.empty_like(layer.out)
     places = torch.arange(len(exchange.row_slot), device=moe.device) * (2 * layer.shape.hidden) + layer.products[1].data_ptr()
     local = torch.where(exchange.row_slot != 0, places, 0)
+    both: dict[str, Callable[[], Any]] = {}
+    for name, fused in layer.orders.items():
+        slots = fused.exchange.row_slot
+        both[f"both_{name}"] = partial(_gemms, fused, slots)
+        both[f"both_{name}_local"] = partial(_gemms, fused, torch.where(slots != 0, places, 0))
     return {
         "gemm": {
             "linear1": partial(layer.plain, 0), "swiglu": pipeline.linear1, "linear2": partial(layer.plain, 1),
             "rows": lambda: pipeline.linear2(exchange.row_slot), "rows_local": lambda: pipeline.linear2(local),
+            **both,
         },
         "layer": {
             "dispatch": lambda: _launch(exchange._dispatch_steps(x, None, idx, weights)),
             "combine": lambda: _launch(exchange._combine_steps(idx, out)),
             "serial": lambda: moe(x, idx, weights), "serial_e4m3": lambda: moe(layer.q, idx, weights, x_scales=layer.scales),
             "eager": lambda: moe(x, idx, weights),
+            **{name: partial(fused.run, x, None, idx, weights, out) for name, fused in layer.orders.items()},
         },
     }  # fmt: skip
+
+
+def _gemms(pipeline: SerialPipeline, slots: torch.Tensor) -> None:
+    pipeline.exchange.ready.zero_()
+    pipeline.gemms(slots)
 
 
 def _launch(steps: Sequence[tuple[str, Callable[[], Any]]]) -> None:
