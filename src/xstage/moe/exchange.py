@@ -243,7 +243,8 @@ class Exchange:
     def _plan_options(self) -> tuple[Any, ...]:
         layout = self.layout
         columns = (2 * self.intermediate // TILE_COLUMNS, layout.hidden // TILE_COLUMNS)
-        return layout.ranks, layout.experts, layout.region("counts").offset_bytes, *columns, self.order
+        counts = layout.region("counts")
+        return layout.ranks, layout.experts, (counts.offset_bytes, counts.row_bytes), *columns, self.order
 
     def _dispatch_steps(
         self, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor

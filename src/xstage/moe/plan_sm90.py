@@ -130,12 +130,16 @@ class Count:
 
 
 class Plan:
-    """One CTA of `MAX_EXPERTS` threads. columns1, columns2: column tiles of the two GEMMs, even. order: of one list of both, or None."""
+    """One CTA of `MAX_EXPERTS` threads. columns1, columns2: column tiles of the two GEMMs, even. order: of one list of both, or None.
+
+    counts: offset of the layout's region, and bytes from one of its rows to the next.
+    """
 
     threads = MAX_EXPERTS
 
-    def __init__(self, world: int, experts: int, counts_offset: int, columns1: int, columns2: int, order: WorkOrder | None = None):
-        self.world, self.experts, self.counts_offset = world, experts, counts_offset
+    def __init__(self, world: int, experts: int, counts: tuple[int, int], columns1: int, columns2: int, order: WorkOrder | None = None):
+        self.world, self.experts = world, experts
+        self.counts_offset, self.counts_pitch = counts
         self.columns1, self.columns2 = columns1, columns2
         self.order: Any = order
         self.mine = experts // world
@@ -229,7 +233,7 @@ class Plan:
 
     def counts_of(self, buffer: Int64, rank: Int32, expert: Int32) -> Int64:
         """Address of a count in the buffer at `buffer`."""
-        return buffer + self.counts_offset + Int64(rank * self.experts + expert) * 4
+        return buffer + self.counts_offset + Int64(rank * self.counts_pitch + expert * 4)
 
     @cute.jit
     def sum_chunks(self, counts: cute.Tensor, expert: Int32, begin: Int32, end: Int32) -> Int32:
@@ -423,8 +427,10 @@ def compiled_count(experts: int, top_k: int, wide: bool) -> Any:
 
 
 @cache
-def compiled_plan(world: int, experts: int, counts_offset: int, columns1: int, columns2: int, order: WorkOrder | None = None) -> Any:
+def compiled_plan(
+    world: int, experts: int, counts: tuple[int, int], columns1: int, columns2: int, order: WorkOrder | None = None
+) -> Any:  # fmt: skip
     """`Plan`; call it with the arguments of `Plan.__call__`, without the stream."""
-    kernel = Plan(world, experts, counts_offset, columns1, columns2, order)
+    kernel = Plan(world, experts, counts, columns1, columns2, order)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(kernel, Int32(0), *fake_int32(9), *fake_words(3), stream, options="--enable-tvm-ffi")
