@@ -135,19 +135,18 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def random_shapes(options: argparse.Namespace) -> None:
     from xstage.attention.layout import ORDERS
-    from xstage.attention.op import AttentionA2A, Variant
+    from xstage.attention.op import LAST_LAUNCHES, AttentionA2A, Variant
 
     most, batches = 3000, 2
-    both = ("warp", "thread")
     configurations = [
-        (torch.bfloat16, 128, WORLD * 2 + 1, 1, False, False, both), (torch.bfloat16, 128, WORLD * 4, 1, True, True, both),
-        (torch.float16, 64, WORLD * 2, 2, False, True, both[:1]), (torch.bfloat16, 64, WORLD * 3 + 1, 1, True, False, both[:1]),
-        (torch.bfloat16, 96, WORLD * 2, 1, False, False, both[:1]), (torch.float16, 128, WORLD * 4, 4, False, True, both[:1]),
-        (torch.bfloat16, 256, WORLD, 1, False, True, both[:1]), (torch.bfloat16, 128, WORLD * 8, 2, True, False, both[:1]),
+        (torch.bfloat16, 128, WORLD * 2 + 1, 1, False, False), (torch.bfloat16, 128, WORLD * 4, 1, True, True),
+        (torch.float16, 64, WORLD * 2, 2, False, True), (torch.bfloat16, 64, WORLD * 3 + 1, 1, True, False),
+        (torch.bfloat16, 96, WORLD * 2, 1, False, False), (torch.float16, 128, WORLD * 4, 4, False, True),
+        (torch.bfloat16, 256, WORLD, 1, False, True), (torch.bfloat16, 128, WORLD * 8, 2, True, False),
     ]  # fmt: skip
     configurations = configurations[: max(1, options.shapes)]
     done, begun = 0, time.time()
-    for number, (dtype, head_dim, kv_heads, ratio, causal, with_lse, lookups) in enumerate(configurations):
+    for number, (dtype, head_dim, kv_heads, ratio, causal, with_lse) in enumerate(configurations):
         draw, since = random.Random(77 + number), time.time()
         checks: list[tuple[torch.Tensor, str]] = []
         with AttentionA2A(
@@ -159,7 +158,7 @@ def random_shapes(options: argparse.Namespace) -> None:
                 sequence = draw.choice([draw.randint(1, 300), draw.randint(1, most), 128 * draw.randint(1, most // 128)])
                 layout, batch = random_layout(draw, sequence), draw.randint(1, batches)
                 variant = Variant(
-                    order=draw.choice(["auto", *ORDERS]), entry=draw.choice(["auto", "always"]), lookup=draw.choice(lookups)
+                    order=draw.choice(["auto", *ORDERS]), entry=draw.choice(["auto", "always"]), last=draw.choice(LAST_LAUNCHES)
                 )  # fmt: skip
                 q, k, v = tensors(batch, sequence, counts[RANK], kv_counts[RANK], head_dim, dtype, done)
                 want, want_lse = expected(q, k, v, counts, layout, causal)
@@ -268,10 +267,10 @@ def delay(options: argparse.Namespace) -> None:
         return wrong
 
     with AttentionA2A(max_sequence=sequence, heads=heads * WORLD, head_dim=128, buffers=1, fallback="error") as attend:
-        for variant in (Variant(), Variant(last="ahead"), Variant(finish="none")):
+        for variant in (Variant(), Variant(last="after"), Variant(finish="none")):
             attend(*inputs[0], variant=variant)
         settle()
-        for variant in (Variant(), Variant(last="ahead")):
+        for variant in (Variant(), Variant(last="after")):
             wrong = rounds(attend, variant, 20)
             attend.check()
             assert everywhere(wrong == 0), f"{wrong} outputs overwritten or incomplete under delay, {variant}"

@@ -10,8 +10,6 @@ What is changed of flash-attn-4's `FlashAttentionForwardSm90` (everything else, 
   their row. Nothing is loaded from global memory here: by then the stores of the other CTAs fill the way to it. The thread index is
   read anew, because what is computed from it earlier lives in registers through the mainloop and costs the compiler FA4's schedule.
 
-With `lookup="thread"` each thread loads the addresses of its rows itself, and the idle warp only brings them into the L1 cache.
-
 Kernels of one warp (`xstage.device.meeting`) stand around it on the stream. `Meeting(DONE)` follows: it tells every rank that this one
 is done, and waits for all of them. `Meeting(ENTERED)` goes before where a peer may still be reading what this call overwrites.
 
@@ -59,7 +57,7 @@ from quack.cute_dsl_utils import ParamsBase
 
 from xstage.attention.layout import BLOCK_BITS, HEAD_BITS
 from xstage.device.meeting import FAILED, fake_words
-from xstage.device.stores import prefetch_l1, thread_anew
+from xstage.device.stores import thread_anew
 
 # Kinds of meetings: a rank's signal words are `entered` of every rank, then `done` of every rank. `done` ends a call.
 ENTERED, DONE = 0, 1
@@ -131,23 +129,20 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
 
     Args (beyond the base class's):
         with_lse: also store each row's log-sum-exp (float32) through a second row table.
-        lookup: who looks up where a tile's rows go: `warp`, an idle one, which leaves the addresses in shared memory; or each `thread` of
-            the epilogue for itself.
     """
 
     # The base class assigns this in `__call__`; the rows of a tile have more than one destination, which one tensor map cannot say.
     use_tma_O = property(lambda self: False, lambda self, value: None)
 
-    def __init__(self, *args: Any, with_lse: bool, lookup: str, **options: Any):
+    def __init__(self, *args: Any, with_lse: bool, **options: Any):
         super().__init__(*args, **options)
-        self.with_lse, self.lookup = with_lse, lookup
+        self.with_lse = with_lse
 
     def _get_shared_storage_cls(self) -> Any:
-        storage = FlashAttentionForwardSm90._get_shared_storage_cls(self)
-        if self.lookup == "warp":
-            fields = {**storage._annotations, "addresses": cute.struct.MemRange[Int64, self.tile_m * (2 if self.with_lse else 1)]}
-            storage = cute.struct(type("SharedStorage", (), {"__annotations__": fields}))
-            self._addresses_at = (storage._offsets["addresses"] - storage._offsets["mbar_ptr_Q"]) // 8
+        fields = dict(FlashAttentionForwardSm90._get_shared_storage_cls(self)._annotations)
+        fields["addresses"] = cute.struct.MemRange[Int64, self.tile_m * (2 if self.with_lse else 1)]
+        storage = cute.struct(type("SharedStorage", (), {"__annotations__": fields}))
+        self._addresses_at = (storage._offsets["addresses"] - storage._offsets["mbar_ptr_Q"]) // 8
         return storage
 
     # Branches at run time carry `self` as an object without runtime values.
@@ -170,10 +165,7 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
     ):  # fmt: skip
         thread = cute.arch.thread_idx()[0]
         if thread >= 32 and thread < 64:  # warp 1 has nothing to load
-            if const_expr(self.lookup == "warp"):
-                self._look_up(TileSchedulerCls.args[0], self._addresses(pipeline_q), thread - 32, mQ.shape[0])
-            else:
-                self._warm(TileSchedulerCls.args[0], thread - 32, mQ.shape[0])
+            self._look_up(TileSchedulerCls.args[0], self._addresses(pipeline_q), thread - 32, mQ.shape[0])
         FlashAttentionForwardSm90.load(
             self, mQ, mK, mV, sQ, sK, sV, tma_atom_Q, tma_atom_K, tma_atom_V, pipeline_k, pipeline_v, pipeline_q, gmem_tiled_copy_Q,
             mPageTable, blocksparse_tensors, block_info, SeqlenInfoCls, TileSchedulerCls,
@@ -211,24 +203,12 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
         cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
-    def _warm(self, tables: Tables, lane: Int32, sequence: Int32) -> None:
-        """Bring what the epilogue will look up into the L1 cache: by then the stores of the other CTAs fill the way to memory."""
-        prefetch_l1(tables.control.iterator.toint() + 8 * FAILED)
-        block, _, batch = unpacked(tables.tiles[cute.arch.block_idx()[0]])
-        for i in cutlass.range_constexpr(self.tile_m // 32):
-            row = cutlass.min(block * self.tile_m + i * 32 + lane, sequence - 1)
-            prefetch_l1(cute.domain_offset((batch, row), tables.rows).iterator.toint())
-            if const_expr(self.with_lse):
-                prefetch_l1(cute.domain_offset((batch, row), tables.lse_rows).iterator.toint())
-
-    @cute.jit
     def mma(
         self, tiled_mma_qk, tiled_mma_pv, mO, mLSE, sQ, sK, sVt, sP, sO, learnable_sink, pipeline_k, pipeline_v, pipeline_q,
         gmem_tiled_copy_O, tma_atom_O, tidx, softmax_scale_log2, softmax_scale, block_info, SeqlenInfoCls, AttentionMaskCls,
         TileSchedulerCls, blocksparse_tensors, aux_data=AuxData(), fastdiv_mods=None,  # noqa: B008 (the base class's signature)
     ):  # fmt: skip
-        self._tables = TileSchedulerCls.args[0]
-        self._looked_up: Any = self._addresses(pipeline_q) if const_expr(self.lookup == "warp") else None
+        self._looked_up = self._addresses(pipeline_q)
         FlashAttentionForwardSm90.mma(
             self, tiled_mma_qk, tiled_mma_pv, mO, mLSE, sQ, sK, sVt, sP, sO, learnable_sink, pipeline_k, pipeline_v, pipeline_q,
             gmem_tiled_copy_O, tma_atom_O, tidx, softmax_scale_log2, softmax_scale, block_info, SeqlenInfoCls, AttentionMaskCls,
@@ -239,73 +219,44 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
     def epilogue(
         self, acc_O, lse, mO, mLSE, sO, seqlen, gmem_tiled_copy_O, tma_atom_O, tiled_mma, tidx, m_block, head_idx, batch_idx,
     ):  # fmt: skip
-        gmem_thr_copy_O = gmem_tiled_copy_O.get_slice(tidx)
-        positions = cute.make_identity_tensor((self.tile_m, self.tile_hdimv))
-        tOcO = gmem_thr_copy_O.partition_S(positions)
-        rows = cute.size(tOcO.shape[1])
-        first_row = m_block * self.tile_m
-        # Addresses of this thread's rows; 0 stands for "no store".
-        address = cute.make_rmem_tensor((rows,), Int64)
-        failed = Int64(0)
-        waiting = self.num_epilogue_threads
-        if const_expr(self.lookup == "warp"):
-            waiting += cute.arch.WARP_SIZE  # which has arrived long ago
-        else:
-            # Loaded first: their latency passes under the staging. So does that of `failed` (a meeting before this kernel gave up), on
-            # which nothing depends but the stores.
-            address.fill(0)
-            failed = self._tables.control[FAILED]
-            head_offset = Int64(head_idx) * (self.tile_hdimv * self.dtype.width // 8)
-            for i in cutlass.range_constexpr(rows):
-                row = first_row + tOcO[0, i, 0][0]
-                if row < seqlen.seqlen_q:
-                    address[i] = self._tables.rows[batch_idx, row]
-
         # Stage the tile through shared memory (in Q's place), as the base class does, for stores of 16 bytes.
         rO = cute.make_fragment_like(acc_O, self.dtype)
         rO.store(acc_O.load().to(self.dtype))
-        cute.arch.barrier(barrier_id=int(NamedBarrierFwd.Epilogue), number_of_threads=waiting)
+        # The warp that looked up the addresses has arrived at this barrier long ago.
+        everyone = self.num_epilogue_threads + cute.arch.WARP_SIZE
+        cute.arch.barrier(barrier_id=int(NamedBarrierFwd.Epilogue), number_of_threads=everyone)
         store_atom = utils.get_smem_store_atom(self.arch.major * 10 + self.arch.minor, self.dtype)
         store_thread = cute.make_tiled_copy_C(store_atom, tiled_mma).get_slice(tidx)
         cute.copy(store_atom, store_thread.retile(rO), store_thread.partition_D(sO))
         cute.arch.barrier(barrier_id=int(NamedBarrierFwd.Epilogue), number_of_threads=self.num_epilogue_threads)
-        if const_expr(self.lookup == "warp"):
-            gmem_thr_copy_O = gmem_tiled_copy_O.get_slice(thread_anew() - 128)
-            tOcO = gmem_thr_copy_O.partition_S(positions)
-            for i in cutlass.range_constexpr(rows):
-                address[i] = self._looked_up[tOcO[0, i, 0][0]]
+        gmem_thr_copy_O = gmem_tiled_copy_O.get_slice(thread_anew() - 128)
+        positions = cute.make_identity_tensor((self.tile_m, self.tile_hdimv))
+        tOcO = gmem_thr_copy_O.partition_S(positions)
+        rows = cute.size(tOcO.shape[1])
+        address = cute.make_rmem_tensor((rows,), Int64)
+        for i in cutlass.range_constexpr(rows):
+            address[i] = self._looked_up[tOcO[0, i, 0][0]]
         tOsO = gmem_thr_copy_O.partition_S(sO)
         tOrO = cute.make_fragment_like(tOsO, self.dtype)
         cute.autovec_copy(tOsO, tOrO)
 
         for i in cutlass.range_constexpr(rows):
-            if (address[i] != 0) & (failed == 0):
-                target = address[i]
-                if const_expr(self.lookup == "thread"):
-                    target += head_offset
-                pointer = cute.make_ptr(self.dtype, target, cute.AddressSpace.gmem, assumed_align=16)
+            if address[i] != 0:
+                pointer = cute.make_ptr(self.dtype, address[i], cute.AddressSpace.gmem, assumed_align=16)
                 pieces = cute.tiled_divide(cute.make_tensor(pointer, (self.tile_hdimv,)), (128 // self.dtype.width,))
                 for j in cutlass.range_constexpr(cute.size(tOrO.shape[2])):
                     piece = tOcO[0, 0, j][1] // (128 // self.dtype.width)
                     cute.autovec_copy(tOrO[None, i, j], pieces[None, piece])
         if const_expr(self.with_lse):
-            end = seqlen.seqlen_q
-            if failed != 0:
-                end = Int32(0)
-            self._store_lse(lse, positions, end, tiled_mma, tidx, first_row, head_idx, batch_idx)
+            self._store_lse(lse, positions, tiled_mma, tidx)
 
     @cute.jit
-    def _store_lse(self, lse, positions, end, tiled_mma, tidx, first_row, head_idx, batch_idx):
+    def _store_lse(self, lse, positions, tiled_mma, tidx):
         thread_positions = layout_utils.reshape_acc_to_mn(tiled_mma.get_slice(tidx).partition_C(positions))
         # A row's sum is the same in the four threads that share it; the one with column 0 stores it.
         if thread_positions[0][1] == 0:
             for i in cutlass.range_constexpr(cute.size(lse)):
-                row = thread_positions[i, 0][0]
-                target = Int64(0)
-                if const_expr(self.lookup == "warp"):
-                    target = self._looked_up[self.tile_m + row]
-                elif first_row + row < end:
-                    target = self._tables.lse_rows[batch_idx, first_row + row] + Int64(head_idx) * 4
+                target = self._looked_up[self.tile_m + thread_positions[i, 0][0]]
                 if target != 0:
                     cute.make_tensor(cute.make_ptr(Float32, target, cute.AddressSpace.gmem, assumed_align=4), (1,))[0] = lse[i]
 
@@ -317,16 +268,14 @@ def tile_shape(head_dim: int, causal: bool) -> tuple[int, int]:
 
 
 @cache
-def compiled(
-    dtype: str, head_dim: int, queries_per_kv: int, causal: bool, with_lse: bool = False, lookup: str = "warp"
-) -> Any:  # fmt: skip
+def compiled(dtype: str, head_dim: int, queries_per_kv: int, causal: bool, with_lse: bool = False) -> Any:
     """The attention kernel for a configuration, compiled once per process (a few seconds); `launch` calls it."""
     config = _tile_size_fwd_sm90(head_dim, head_dim, causal, False)
     element = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype]
     kernel = AttentionA2ASm90(
         element, head_dim, head_dim, queries_per_kv, is_causal=causal, is_local=False, pack_gqa=False, tile_m=config.m_block_size,
         tile_n=config.n_block_size, num_stages=2, num_threads=384, Q_in_regs=False, intra_wg_overlap=config.intra_wg_overlap,
-        mma_pv_is_rs=config.mma_pv_is_rs, with_lse=with_lse, lookup=lookup,
+        mma_pv_is_rs=config.mma_pv_is_rs, with_lse=with_lse,
     )  # fmt: skip
     batch, sequence, heads, kv_heads = (cute.sym_int() for _ in range(4))
     q = make_fake_tensor(element, (batch, sequence, heads, head_dim), divisibility=8)

@@ -44,8 +44,7 @@ from xstage.symmetric import Agreement, SymmetricBuffer, Watch, default_device, 
 
 FALLBACKS = ("serial", "error")
 STORES = ("owner", "local", "remote")
-LOOKUPS = ("warp", "thread")
-LAST_LAUNCHES = ("after", "ahead")
+LAST_LAUNCHES = ("ahead", "after")
 HEAD_DIMS = (64, 96, 128, 256)
 _SIGNAL_BYTES = 4 * KiB
 _PHASES = ("entered", "done")  # names of `kernel_sm90`'s kinds of meetings
@@ -67,16 +66,14 @@ class Variant:
         entry: `auto`: the ranks meet before a call only where they must (`AttentionA2A._must_meet`); `always`.
         finish: `wait` (the call ends when the output is complete), `none` (the attention kernel alone, no meeting before
             or after: sender-visible time).
-        lookup: who looks up where a tile's rows go: an idle `warp` while the tile is computed, or each `thread` that stores, for itself.
-        last: the meeting that ends a call is launched `after` the attention kernel, or `ahead` of its end, which it then awaits itself.
+        last: the meeting that ends a call is launched `ahead` of the attention kernel's end, which it then awaits itself, or `after` it.
     """
 
     order: str = "auto"
     stores: str = "owner"
     entry: str = "auto"
     finish: str = "wait"
-    lookup: str = "warp"
-    last: str = "after"
+    last: str = "ahead"
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -84,7 +81,6 @@ class Variant:
             ("stores", self.stores, STORES),
             ("entry", self.entry, ("auto", "always")),
             ("finish", self.finish, ("wait", "none")),
-            ("lookup", self.lookup, LOOKUPS),
             ("last", self.last, LAST_LAUNCHES),
         ):
             if value not in known:
@@ -382,9 +378,7 @@ class AttentionA2A:
             if torch.cuda.is_current_stream_capturing():
                 raise XStageError("attend: call it once with these shapes before capturing a CUDA graph")
             plan = self._plans[call] = self._plan(call)
-        kernel = kernel_sm90.compiled(
-            str(self.dtype).removeprefix("torch."), self.head_dim, group, call.causal, call.return_lse, variant.lookup
-        )
+        kernel = kernel_sm90.compiled(str(self.dtype).removeprefix("torch."), self.head_dim, group, call.causal, call.return_lse)
         turn = self._turn % self.buffers
         self._turn += 1
         q, k, v = (_aligned(x) for x in (q.detach(), k.detach(), v.detach()))

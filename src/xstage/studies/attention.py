@@ -10,8 +10,7 @@ groups, their questions, and the columns that answer them:
   its output is complete) over `stores`.
 * `baseline`. `fused` against the paper's serial baseline (`nccl`: eager, with permutations), the same in a graph (`nccl_graph`), and the
   copy-engine push in a graph, after FA4 (`push_graph`) and after other attention kernels that this machine has (`push_cudnn`, `push_fa3`).
-* `forms`. Forms of the kernels side by side: who looks up where rows go (`local` and `stores`, against `local_thread` and
-  `stores_thread`), and when the last meeting is launched (`fused`, `fused_ahead`).
+* `forms`. When the last meeting is launched (`fused`, `fused_after`).
 * `order`. What the order and the share of remote destinations do to the residual (`plain`, `own_last`, `remote`), and what a
   meeting before the call costs, which the first call of a graph makes (`met`).
 * `dit`. Residual, readiness and all serial baselines in one group, for shapes whose calls are long.
@@ -80,15 +79,13 @@ FUSED = {
     "remote": Variant(stores="remote", finish="none"),
     "met": Variant(entry="always"),
     "fused": Variant(),
-    "local_thread": Variant(stores="local", finish="none", lookup="thread"),
-    "stores_thread": Variant(finish="none", lookup="thread"),
-    "fused_ahead": Variant(last="ahead"),
+    "fused_after": Variant(last="after"),
 }
 SERIAL = ("nccl", "nccl_graph", "push_graph", *(f"push_{name}" for name in serial.OTHERS))
 GROUPS = {
     "residual": ("fa4", "local", "stores", "fused"),
     "baseline": ("fa4", "fused", *SERIAL),
-    "forms": ("fa4", "local", "stores", "local_thread", "stores_thread", "fused", "fused_ahead"),
+    "forms": ("fa4", "local", "stores", "fused", "fused_after"),
     "dit": ("fa4", "local", "stores", "fused", *SERIAL[1:]),
     "order": ("local", "stores", "plain", "own_last", "remote", "met", "fused"),
 }
@@ -115,9 +112,7 @@ def derived(times: dict[str, dict[str, timing.Times]]) -> dict[str, float]:
     for name, group, top, bottom in (
         ("residual_ns", "residual", "stores", "local"), ("residual_over_fa4_ns", "residual", "stores", "fa4"),
         ("readiness_ns", "residual", "fused", "stores"), ("kernel_over_fa4_ns", "residual", "local", "fa4"),
-        ("residual_warp_ns", "forms", "stores", "local"), ("residual_thread_ns", "forms", "stores_thread", "local_thread"),
-        ("kernel_warp_over_fa4_ns", "forms", "local", "fa4"), ("kernel_thread_over_fa4_ns", "forms", "local_thread", "fa4"),
-        ("readiness_after_ns", "forms", "fused", "stores"), ("readiness_ahead_ns", "forms", "fused_ahead", "stores"),
+        ("readiness_ahead_ns", "forms", "fused", "stores"), ("readiness_after_ns", "forms", "fused_after", "stores"),
         ("residual_alternating_ns", "order", "stores", "local"), ("residual_plain_ns", "order", "plain", "local"),
         ("residual_own_last_ns", "order", "own_last", "local"), ("residual_remote_ns", "order", "remote", "local"),
         ("meeting_ns", "order", "met", "fused"),
