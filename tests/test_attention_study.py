@@ -3,19 +3,18 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from xstage.attention import layout as lay
-from xstage.attention.layout import SequenceLayout
 from xstage.bench.timing import ResultFile, Times, interleaved, launches_for
 from xstage.errors import UnsuitableMachine, XStageError
-from xstage.platform import KiB, Platform, StoreMethod
+from xstage.platform import KiB, Platform, StoreMethod, load_platform
 from xstage.studies import attention as study
 
 
 def platform() -> Platform:
     store = StoreMethod(
-        "st_global", (1.0, 132.0), (350.0, 350.0), (1.0, 132.0), (100 * 32.0 * KiB,) * 2, (132.0,), (32.0 * KiB,), ((400.0,),)
+        "st_global", (1.0, 132.0), (350.0, 350.0), (132.0,), (100 * 32.0 * KiB,), (132.0,), (32.0 * KiB,), ((400.0,),)
     )  # fmt: skip
     return Platform(name="test", origin="published", sms=132, gpus=2, methods={"st_global": store})
 
@@ -102,21 +101,27 @@ def test_derived_answers() -> None:
 
 
 def test_prediction_is_stalls_plus_the_last_drain() -> None:
-    tile = 32 * KiB
-    assert study.predicted_residual_ns([64, 64, 0], tile, platform()) == 0
-    assert study.predicted_residual_ns([64, 64], tile, platform()) == pytest.approx(64 * tile / 350)
-    assert study.predicted_residual_ns([132, 0], tile, platform()) == pytest.approx(32 * tile / 350)
-    assert study.predicted_residual_ns([132, 132], tile, platform()) == pytest.approx((32 + 132) * tile / 350)
+    def predicted(*waves: list[float]) -> float:
+        return study.predicted_residual_ns([np.asarray(sent) * KiB for sent in waves], platform()) * 350 / KiB
+
+    share = 100 * 32 / 132  # of one SM of 132
+    assert predicted([16] * 64, [0] * 132) == 0
+    assert predicted([16] * 64, [16] * 132) == pytest.approx(16 * 132)
+    assert predicted([32] * 132, [0]) == pytest.approx((32 - share) * 132)
+    assert predicted([32] * 132, [32] * 132) == pytest.approx((32 - share) * 132 + 32 * 132)
+    # The same bytes on half of the SMs: what these cannot hold is not taken by the others.
+    assert predicted([16] * 132, [0]) == 0
+    assert predicted([32, 0] * 66, [0]) == predicted([32] * 66, [0]) > 0
 
 
 def test_prediction_of_the_orders() -> None:
-    """Spread destinations keep every wave under the capacity; own tiles last leave the tail little to drain."""
-    layout = SequenceLayout.even(32768, 2)
-    predicted = {}
-    for order in ("plain", "alternating", "own_last"):
-        table = lay.tile_table(layout, 0, heads=4, batch=1, tile_rows=128, wave=132, order=order, capacity_tiles=99)
-        predicted[order] = study.predicted_residual_ns(lay.remote_tiles(table, layout, 0, 128, 132), 32 * KiB, platform())
-    assert predicted["own_last"] < predicted["alternating"] < predicted["plain"]
+    """Split tiles stay below every SM's share of the capacity, so that only the last wave is left; whole tiles do not."""
+    known = load_platform("h200-nvlink4")
+    for heads, sequence in ((4, 8192), (12, 16384), (12, 32768)):
+        predicted = {order: study.prediction(heads, sequence, order, known)[1] for order in study.PREDICTED}
+        last_wave = (heads * sequence // 128 - 1) % known.sms + 1
+        assert predicted["split"] == pytest.approx(last_wave * 16 * KiB / float(known.method("st_global").drain_rate(last_wave)))
+        assert predicted["split"] < predicted["alternating"] < predicted["plain"]
 
 
 def test_study_refuses_a_machine_without_peers(tmp_path: Path) -> None:

@@ -10,14 +10,16 @@ groups, their questions, and the columns that answer them:
   its output is complete) over `stores`.
 * `baseline`. `fused` against the paper's serial baseline (`nccl`: eager, with permutations), the same in a graph (`nccl_graph`), and the
   copy-engine push in a graph, after FA4 (`push_graph`) and after other attention kernels that this machine has (`push_cudnn`, `push_fa3`).
-* `forms`. When the last meeting is launched (`fused`, `fused_after`).
-* `order`. What the order and the share of remote destinations do to the residual (`plain`, `own_last`, `remote`), and what a
-  meeting before the call costs, which the first call of a graph makes (`met`).
+* `forms`. Tiles split between destinations, the default (`local`, `stores`, `fused`), against whole tiles whose destinations
+  alternate (`local_whole`, `stores_whole`, `fused_whole`), and the last meeting launched after the attention kernel (`fused_after`).
+* `order`. What the order and the share of remote destinations do to the residual (`alternating`, `plain`, `own_last`, `remote`), and
+  what a meeting before the call costs, which the first call of a graph makes (`met`).
 * `dit`. Residual, readiness and all serial baselines in one group, for shapes whose calls are long.
 
 A row takes `ROW_S` at most where that can be had by fewer rounds, never less than 5.
 
 The prediction of E_res comes from the tile table and a platform file alone (`predicted_residual_ns`), with nothing refitted.
+`prediction` makes it without a GPU.
 
 Not covered: causal attention, more than one host, back-to-back replays.
 """
@@ -35,6 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from xstage.attention import layout as lay
 from xstage.attention import serial
@@ -74,6 +77,10 @@ DIT = (
 FUSED = {
     "local": Variant(stores="local", finish="none"),
     "stores": Variant(finish="none"),
+    "local_whole": Variant(order="alternating", stores="local", finish="none"),
+    "stores_whole": Variant(order="alternating", finish="none"),
+    "fused_whole": Variant(order="alternating"),
+    "alternating": Variant(order="alternating", finish="none"),
     "plain": Variant(order="plain", finish="none"),
     "own_last": Variant(order="own_last", finish="none"),
     "remote": Variant(stores="remote", finish="none"),
@@ -85,24 +92,41 @@ SERIAL = ("nccl", "nccl_graph", "push_graph", *(f"push_{name}" for name in seria
 GROUPS = {
     "residual": ("fa4", "local", "stores", "fused"),
     "baseline": ("fa4", "fused", *SERIAL),
-    "forms": ("fa4", "local", "stores", "fused", "fused_after"),
+    "forms": ("fa4", "local", "stores", "fused", "local_whole", "stores_whole", "fused_whole", "fused_after"),
     "dit": ("fa4", "local", "stores", "fused", *SERIAL[1:]),
-    "order": ("local", "stores", "plain", "own_last", "remote", "met", "fused"),
+    "order": ("local", "stores", "alternating", "plain", "own_last", "remote", "met", "fused"),
 }
+PREDICTED = ("split", "alternating", "plain", "own_last")
 
 
-def predicted_residual_ns(remote_tiles: Sequence[int], tile_bytes: int, platform: Platform, method: str = "st_global") -> float:
+def predicted_residual_ns(waves: Sequence[NDArray[Any]], platform: Platform, method: str = "st_global") -> float:
     """E_res from the two bounds: each wave above Q stalls for the excess (equation 6), and the last burst drains in full after the work.
 
+    Every SM has its share of the capacity, Q(K) / K of K SMs that send: what one of them sends beyond it is excess, whatever the others
+    leave unused.
+
     Args:
-        remote_tiles: tiles per wave that leave the rank (`layout.remote_tiles`). tile_bytes: bytes per tile.
+        waves: bytes that each CTA of a wave sends to other ranks (`layout.remote_rows` times the bytes of a row).
     """
-    store = platform.method(method)
-    bursts = np.asarray(remote_tiles, float) * tile_bytes
-    producers = np.maximum(remote_tiles, 1)
-    rate, capacity = store.drain_rate(producers), store.capacity_bytes(producers)
-    stalls = np.maximum(bursts[:-1] - capacity[:-1], 0) / rate[:-1]
-    return float(stalls.sum() + bursts[-1] / rate[-1])
+    store, residual = platform.method(method), 0.0
+    for i, sent in enumerate(waves):
+        producers = max(int((sent > 0).sum()), 1)
+        share = float(store.capacity_bytes(producers)) / producers if i < len(waves) - 1 else 0.0
+        residual += float(np.maximum(sent - share, 0).sum()) / float(store.drain_rate(producers))
+    return residual
+
+
+def prediction(
+    heads: int, sequence: int, order: str, platform: Platform, *, head_dim: int = HEAD_DIM, tile_rows: int = 128, world: int = 2,
+    rank: int = 0, sms: int | None = None,
+) -> tuple[list[int], float]:  # fmt: skip
+    """Rows that leave the rank per wave, and the E_res that follows, for even shards of bf16."""
+    layout, sms = SequenceLayout.even(sequence, world), sms or platform.sms
+    table = lay.tile_table(
+        layout, rank, heads=heads, batch=1, tile_rows=tile_rows, wave=sms, order=order, capacity_tiles=sms * 24 // 32
+    )  # fmt: skip
+    waves = lay.remote_rows(table, layout, rank, tile_rows, sms)
+    return [int(sent.sum()) for sent in waves], predicted_residual_ns([sent * head_dim * 2 for sent in waves], platform)
 
 
 def derived(times: dict[str, dict[str, timing.Times]]) -> dict[str, float]:
@@ -112,8 +136,11 @@ def derived(times: dict[str, dict[str, timing.Times]]) -> dict[str, float]:
     for name, group, top, bottom in (
         ("residual_ns", "residual", "stores", "local"), ("residual_over_fa4_ns", "residual", "stores", "fa4"),
         ("readiness_ns", "residual", "fused", "stores"), ("kernel_over_fa4_ns", "residual", "local", "fa4"),
+        ("residual_split_ns", "forms", "stores", "local"), ("residual_whole_ns", "forms", "stores_whole", "local_whole"),
+        ("kernel_split_over_fa4_ns", "forms", "local", "fa4"), ("kernel_whole_over_fa4_ns", "forms", "local_whole", "fa4"),
         ("readiness_ahead_ns", "forms", "fused", "stores"), ("readiness_after_ns", "forms", "fused_after", "stores"),
-        ("residual_alternating_ns", "order", "stores", "local"), ("residual_plain_ns", "order", "plain", "local"),
+        ("readiness_whole_ns", "forms", "fused_whole", "stores_whole"),
+        ("residual_alternating_ns", "order", "alternating", "local"), ("residual_plain_ns", "order", "plain", "local"),
         ("residual_own_last_ns", "order", "own_last", "local"), ("residual_remote_ns", "order", "remote", "local"),
         ("meeting_ns", "order", "met", "fused"),
     ):  # fmt: skip
@@ -280,15 +307,17 @@ def _row(shape: Shape, groups: Sequence[str], rounds: int, pause_s: float, platf
             "name": shape.name, "heads": shape.heads, "sequence": shape.sequence, "head_dim": shape.head_dim, "derived": derived(times),
             "groups": {group: {name: t.to_json() for name, t in measured.items()} for group, measured in times.items()},
             "tflops": {n: round(shape.flop / t.slowest_ns / 1e3, 1) for n, t in times.get("residual", times.get("dit", {})).items()},
-            "missing": missing, "remote_tiles": {}, "predicted_residual_ns": {},
+            "missing": missing, "remote_rows": {}, "predicted_residual_ns": {},
         }  # fmt: skip
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         tile_rows, _ = tile_shape(shape.head_dim, False)
-        for order in ("plain", "alternating", "own_last"):
-            tiles = _remote_tiles(layout, rank, shape.heads, order, sms, tile_rows)
-            row["remote_tiles"][order] = tiles
-            if platform is not None:
-                row["predicted_residual_ns"][order] = round(predicted_residual_ns(tiles, tile_rows * shape.head_dim * 2, platform), 1)
+        if platform is not None:
+            for order in PREDICTED:
+                row["remote_rows"][order], predicted = prediction(
+                    shape.heads, shape.sequence, order, platform, head_dim=shape.head_dim, tile_rows=tile_rows, world=world, rank=rank,
+                    sms=sms,
+                )  # fmt: skip
+                row["predicted_residual_ns"][order] = round(predicted, 1)
         del timed
         return row
 
@@ -307,10 +336,3 @@ def _why_not(kernel: Callable[[], torch.Tensor]) -> str:
 def _repeat(function: Callable[[], Any], calls: int) -> None:
     for _ in range(calls):
         function()
-
-
-def _remote_tiles(layout: SequenceLayout, rank: int, heads: int, order: str, sms: int, tile_rows: int) -> list[int]:
-    table = lay.tile_table(
-        layout, rank, heads=heads, batch=1, tile_rows=tile_rows, wave=sms, order=order, capacity_tiles=sms * 24 // 32
-    )  # fmt: skip
-    return lay.remote_tiles(table, layout, rank, tile_rows, sms)
