@@ -6,9 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from xstage.attention.layout import SequenceLayout
 from xstage.bench.timing import ResultFile, Times, interleaved, launches_for
 from xstage.errors import UnsuitableMachine, XStageError
 from xstage.platform import KiB, Platform, StoreMethod, load_platform
+from xstage.simulate.attention import predict_residual, predicted_residual_ns
 from xstage.studies import attention as study
 
 
@@ -102,7 +104,7 @@ def test_derived_answers() -> None:
 
 def test_prediction_is_stalls_plus_the_last_drain() -> None:
     def predicted(*waves: list[float]) -> float:
-        return study.predicted_residual_ns([np.asarray(sent) * KiB for sent in waves], platform()) * 350 / KiB
+        return predicted_residual_ns([np.asarray(sent) * KiB for sent in waves], platform()) * 350 / KiB
 
     share = 100 * 32 / 132  # of one SM of 132
     assert predicted([16] * 64, [0] * 132) == 0
@@ -118,7 +120,7 @@ def test_prediction_of_the_orders() -> None:
     """Split tiles stay below every SM's share of the capacity, so that only the last wave is left; whole tiles do not."""
     known = load_platform("h200-nvlink4")
     for heads, sequence in ((4, 8192), (12, 16384), (12, 32768)):
-        predicted = {order: study.prediction(heads, sequence, order, known)[1] for order in study.PREDICTED}
+        predicted = {order: predict_residual(heads, SequenceLayout.even(sequence, 2), order, known)[1] for order in study.PREDICTED}
         last_wave = (heads * sequence // 128 - 1) % known.sms + 1
         assert predicted["split"] == pytest.approx(last_wave * 16 * KiB / float(known.method("st_global").drain_rate(last_wave)))
         assert predicted["split"] < predicted["alternating"] < predicted["plain"]

@@ -35,6 +35,8 @@ from xstage.errors import XStageError
 # The first word of a tile: head | batch << 10. Its other words are the numbers of its pieces.
 HEAD_BITS = 10
 ORDERS = ("split", "alternating", "plain", "own_last", "remote_first")
+# Low end of the knee of isolated, aligned bursts of 16-byte stores, 132 producers, two H200: what a wave may send at once.
+KNEE_BYTES_PER_SM = 24 * 1024
 PIECE_ROWS = (64, 32, 16)  # a warpgroup's rows of a tile, half of them, a warp's
 
 

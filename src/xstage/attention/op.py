@@ -49,8 +49,6 @@ HEAD_DIMS = (64, 96, 128, 256)
 _SIGNAL_BYTES = 4 * KiB
 _PHASES = ("entered", "done")  # names of `kernel_sm90`'s kinds of meetings
 _L2_BYTES = 50 * 1024 * KiB  # what FA4 assumes for keys and values, causal order
-# Low end of the knee of isolated, aligned bursts of 16-byte stores, 132 producers, two H200: what a wave may send at once.
-_KNEE_BYTES_PER_SM = 24 * KiB
 _OBJECTS: weakref.WeakValueDictionary[int, AttentionA2A] = weakref.WeakValueDictionary()
 _ids = itertools.count(1)
 _shared: dict[tuple[Any, ...], AttentionA2A] = {}
@@ -420,7 +418,7 @@ class AttentionA2A:
         table = lay.tile_table(
             layout, self.rank, heads=heads, batch=batch, tile_rows=tile_rows, wave=sms,
             order="split" if variant.order == "auto" else variant.order, causal=call.causal,
-            capacity_tiles=min(sms, sms * _KNEE_BYTES_PER_SM // tile_bytes),
+            capacity_tiles=min(sms, sms * lay.KNEE_BYTES_PER_SM // tile_bytes),
             heads_per_section=1 << max(0, (_L2_BYTES // kv_bytes).bit_length() - 1),
         )  # fmt: skip
         row_bytes = self.heads * self.head_dim * self.dtype.itemsize

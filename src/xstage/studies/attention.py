@@ -18,8 +18,7 @@ groups, their questions, and the columns that answer them:
 
 A row takes `ROW_S` at most where that can be had by fewer rounds, never less than 5.
 
-The prediction of E_res comes from the tile table and a platform file alone (`predicted_residual_ns`), with nothing refitted.
-`prediction` makes it without a GPU.
+The prediction of E_res comes from the tile table and a platform file alone (`simulate.attention.predict_residual`), with nothing refitted.
 
 Not covered: causal attention, more than one host, back-to-back replays.
 """
@@ -34,18 +33,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
-from xstage.attention import layout as lay
 from xstage.attention import serial
 from xstage.attention.layout import SequenceLayout
 from xstage.attention.op import AttentionA2A, Variant
 from xstage.bench import timing
 from xstage.errors import XStageError
 from xstage.platform import Platform, load_platform
+from xstage.simulate.attention import predict_residual
 
 HEADS, SEQUENCES, HEAD_DIM = (4, 12), (4096, 8192, 16384, 32768, 65536), 128
 ROW_S, LEAST_ROUNDS = 15.0, 5
@@ -99,36 +96,6 @@ GROUPS = {
 PREDICTED = ("split", "alternating", "plain", "own_last")
 
 
-def predicted_residual_ns(waves: Sequence[NDArray[Any]], platform: Platform, method: str = "st_global") -> float:
-    """E_res from the two bounds: each wave above Q stalls for the excess (equation 6), and the last burst drains in full after the work.
-
-    Every SM has its share of the capacity, Q(K) / K of K SMs that send: what one of them sends beyond it is excess, whatever the others
-    leave unused.
-
-    Args:
-        waves: bytes that each CTA of a wave sends to other ranks (`layout.remote_rows` times the bytes of a row).
-    """
-    store, residual = platform.method(method), 0.0
-    for i, sent in enumerate(waves):
-        producers = max(int((sent > 0).sum()), 1)
-        share = float(store.capacity_bytes(producers)) / producers if i < len(waves) - 1 else 0.0
-        residual += float(np.maximum(sent - share, 0).sum()) / float(store.drain_rate(producers))
-    return residual
-
-
-def prediction(
-    heads: int, sequence: int, order: str, platform: Platform, *, head_dim: int = HEAD_DIM, tile_rows: int = 128, world: int = 2,
-    rank: int = 0, sms: int | None = None,
-) -> tuple[list[int], float]:  # fmt: skip
-    """Rows that leave the rank per wave, and the E_res that follows, for even shards of bf16."""
-    layout, sms = SequenceLayout.even(sequence, world), sms or platform.sms
-    table = lay.tile_table(
-        layout, rank, heads=heads, batch=1, tile_rows=tile_rows, wave=sms, order=order, capacity_tiles=sms * 24 // 32
-    )  # fmt: skip
-    waves = lay.remote_rows(table, layout, rank, tile_rows, sms)
-    return [int(sent.sum()) for sent in waves], predicted_residual_ns([sent * head_dim * 2 for sent in waves], platform)
-
-
 def derived(times: dict[str, dict[str, timing.Times]]) -> dict[str, float]:
     """The row's answers from the times of its groups, in nanoseconds and ratios; only those whose variants were measured."""
     answers: dict[str, float] = {}
@@ -136,7 +103,8 @@ def derived(times: dict[str, dict[str, timing.Times]]) -> dict[str, float]:
     for name, group, top, bottom in (
         ("residual_ns", "residual", "stores", "local"), ("residual_over_fa4_ns", "residual", "stores", "fa4"),
         ("readiness_ns", "residual", "fused", "stores"), ("kernel_over_fa4_ns", "residual", "local", "fa4"),
-        ("residual_split_ns", "forms", "stores", "local"), ("residual_whole_ns", "forms", "stores_whole", "local_whole"),
+        ("residual_split_ns", "order", "stores", "local"), ("residual_split_ns", "forms", "stores", "local"),
+        ("residual_whole_ns", "forms", "stores_whole", "local_whole"),
         ("kernel_split_over_fa4_ns", "forms", "local", "fa4"), ("kernel_whole_over_fa4_ns", "forms", "local_whole", "fa4"),
         ("readiness_ahead_ns", "forms", "fused", "stores"), ("readiness_after_ns", "forms", "fused_after", "stores"),
         ("readiness_whole_ns", "forms", "fused_whole", "stores_whole"),
@@ -313,11 +281,10 @@ def _row(shape: Shape, groups: Sequence[str], rounds: int, pause_s: float, platf
         tile_rows, _ = tile_shape(shape.head_dim, False)
         if platform is not None:
             for order in PREDICTED:
-                row["remote_rows"][order], predicted = prediction(
-                    shape.heads, shape.sequence, order, platform, head_dim=shape.head_dim, tile_rows=tile_rows, world=world, rank=rank,
-                    sms=sms,
-                )  # fmt: skip
-                row["predicted_residual_ns"][order] = round(predicted, 1)
+                waves, residual_ns = predict_residual(
+                    shape.heads, layout, order, platform, rank=rank, row_bytes=2 * shape.head_dim, tile_rows=tile_rows, sms=sms
+                )
+                row["remote_rows"][order], row["predicted_residual_ns"][order] = waves, round(residual_ns, 1)
         del timed
         return row
 
