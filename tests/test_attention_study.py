@@ -3,19 +3,20 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from xstage.attention import layout as lay
 from xstage.attention.layout import SequenceLayout
 from xstage.bench.timing import ResultFile, Times, interleaved, launches_for
 from xstage.errors import UnsuitableMachine, XStageError
-from xstage.platform import KiB, Platform, StoreMethod
+from xstage.platform import KiB, Platform, StoreMethod, load_platform
+from xstage.simulate.attention import predict_residual, predicted_residual_ns
 from xstage.studies import attention as study
 
 
 def platform() -> Platform:
     store = StoreMethod(
-        "st_global", (1.0, 132.0), (350.0, 350.0), (1.0, 132.0), (100 * 32.0 * KiB,) * 2, (132.0,), (32.0 * KiB,), ((400.0,),)
+        "st_global", (1.0, 132.0), (350.0, 350.0), (132.0,), (100 * 32.0 * KiB,), (132.0,), (32.0 * KiB,), ((400.0,),)
     )  # fmt: skip
     return Platform(name="test", origin="published", sms=132, gpus=2, methods={"st_global": store})
 
@@ -87,10 +88,8 @@ def test_derived_answers() -> None:
     everything = study.derived({"dit": {**residual, "nccl_graph": at(1300), "push_graph": at(1200), "push_cudnn": at(1144)}})
     assert everything["residual_ns"] == answers["residual_ns"]
     assert everything["speedup_strongest"] == 1.1
-    looked_up = study.derived({"forms": {**residual, "fused_ahead": at(1038), "local_thread": at(1011), "stores_thread": at(1033)}})
-    assert (looked_up["residual_warp_ns"], looked_up["residual_thread_ns"]) == (20, 22)
-    assert (looked_up["readiness_after_ns"], looked_up["readiness_ahead_ns"]) == (10, 8)
-    assert (looked_up["kernel_warp_over_fa4_ns"], looked_up["kernel_thread_over_fa4_ns"]) == (10, 11)
+    forms = study.derived({"forms": {**residual, "fused_after": at(1041)}})
+    assert (forms["readiness_ahead_ns"], forms["readiness_after_ns"]) == (10, 11)
 
     rows = [{"heads": 4, "sequence": 8192, "derived": answers}, {"heads": 12, "sequence": 32768, "derived": {"residual_share": 0.01}}]
     figures = {key: entry["value"] for key, entry in study.headline(rows).items()}
@@ -104,21 +103,27 @@ def test_derived_answers() -> None:
 
 
 def test_prediction_is_stalls_plus_the_last_drain() -> None:
-    tile = 32 * KiB
-    assert study.predicted_residual_ns([64, 64, 0], tile, platform()) == 0
-    assert study.predicted_residual_ns([64, 64], tile, platform()) == pytest.approx(64 * tile / 350)
-    assert study.predicted_residual_ns([132, 0], tile, platform()) == pytest.approx(32 * tile / 350)
-    assert study.predicted_residual_ns([132, 132], tile, platform()) == pytest.approx((32 + 132) * tile / 350)
+    def predicted(*waves: list[float]) -> float:
+        return predicted_residual_ns([np.asarray(sent) * KiB for sent in waves], platform()) * 350 / KiB
+
+    share = 100 * 32 / 132  # of one SM of 132
+    assert predicted([16] * 64, [0] * 132) == 0
+    assert predicted([16] * 64, [16] * 132) == pytest.approx(16 * 132)
+    assert predicted([32] * 132, [0]) == pytest.approx((32 - share) * 132)
+    assert predicted([32] * 132, [32] * 132) == pytest.approx((32 - share) * 132 + 32 * 132)
+    # The same bytes on half of the SMs: what these cannot hold is not taken by the others.
+    assert predicted([16] * 132, [0]) == 0
+    assert predicted([32, 0] * 66, [0]) == predicted([32] * 66, [0]) > 0
 
 
 def test_prediction_of_the_orders() -> None:
-    """Spread destinations keep every wave under the capacity; own tiles last leave the tail little to drain."""
-    layout = SequenceLayout.even(32768, 2)
-    predicted = {}
-    for order in ("plain", "alternating", "own_last"):
-        table = lay.tile_table(layout, 0, heads=4, batch=1, tile_rows=128, wave=132, order=order, capacity_tiles=99)
-        predicted[order] = study.predicted_residual_ns(lay.remote_tiles(table, layout, 0, 128, 132), 32 * KiB, platform())
-    assert predicted["own_last"] < predicted["alternating"] < predicted["plain"]
+    """Split tiles stay below every SM's share of the capacity, so that only the last wave is left; whole tiles do not."""
+    known = load_platform("h200-nvlink4")
+    for heads, sequence in ((4, 8192), (12, 16384), (12, 32768)):
+        predicted = {order: predict_residual(heads, SequenceLayout.even(sequence, 2), order, known)[1] for order in study.PREDICTED}
+        last_wave = (heads * sequence // 128 - 1) % known.sms + 1
+        assert predicted["split"] == pytest.approx(last_wave * 16 * KiB / float(known.method("st_global").drain_rate(last_wave)))
+        assert predicted["split"] < predicted["alternating"] < predicted["plain"]
 
 
 def test_study_refuses_a_machine_without_peers(tmp_path: Path) -> None:

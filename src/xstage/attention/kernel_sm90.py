@@ -3,14 +3,14 @@
 What is changed of flash-attn-4's `FlashAttentionForwardSm90` (everything else, the whole mainloop, is inherited):
 
 * `kernel`: one CTA per tile, as FA4 has it; which tile is read from a table made by the host (`layout.tile_table`), so that the order
-  of destinations in time is the table's.
+  of destinations in time is the table's. A tile may be made of pieces from several places of the sequence: what a row comes to does
+  not depend on the rows beside it.
 * `load`: an idle warp looks up, in a table of one address per row of the sequence (`layout.row_table`), where the tile's rows go, and
-  leaves the addresses in shared memory. A tile may therefore straddle ranks, and a shard may have any size and order.
+  leaves the addresses in shared memory. A tile may therefore straddle ranks, and a shard may have any size and order. Another
+  idle warp loads the queries of all pieces but the first, which FA4's loader takes for its tile.
 * `epilogue`: the tile is staged through shared memory as FA4 does it, and each thread stores 16-byte pieces to the address of
   their row. Nothing is loaded from global memory here: by then the stores of the other CTAs fill the way to it. The thread index is
   read anew, because what is computed from it earlier lives in registers through the mainloop and costs the compiler FA4's schedule.
-
-With `lookup="thread"` each thread loads the addresses of its rows itself, and the idle warp only brings them into the L1 cache.
 
 Kernels of one warp (`xstage.device.meeting`) stand around it on the stream. `Meeting(DONE)` follows: it tells every rank that this one
 is done, and waits for all of them. `Meeting(ENTERED)` goes before where a peer may still be reading what this call overwrites.
@@ -47,19 +47,21 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+from cutlass.utils import LayoutEnum
 from flash_attn.cute import utils
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from flash_attn.cute.interface import _tile_size_fwd_sm90
 from flash_attn.cute.named_barrier import NamedBarrierFwd
 from flash_attn.cute.tile_scheduler import WorkTileInfo
 from flash_attn.cute.utils import AuxData
-from quack import layout_utils
+from quack import copy_utils, layout_utils, sm90_utils
 from quack.compile_utils import make_fake_tensor
 from quack.cute_dsl_utils import ParamsBase
 
-from xstage.attention.layout import BLOCK_BITS, HEAD_BITS
+from xstage.attention.layout import HEAD_BITS
 from xstage.device.meeting import FAILED, fake_words
-from xstage.device.stores import prefetch_l1, thread_anew
+from xstage.device.stores import thread_anew
 
 # Kinds of meetings: a rank's signal words are `entered` of every rank, then `done` of every rank. `done` ends a call.
 ENTERED, DONE = 0, 1
@@ -69,7 +71,7 @@ ENTERED, DONE = 0, 1
 class Tables(ParamsBase):
     """Everything the host made for a call, in the order in which `launch` passes it."""
 
-    tiles: cute.Tensor  # int32 [tiles], in the order of issue
+    tiles: cute.Tensor  # int32 [tiles, 1 + pieces], in the order of issue
     rows: cute.Tensor  # int64 [batch, sequence]: address of a row's first own head
     control: cute.Tensor  # int64 [CONTROL_WORDS]
     call: cute.Tensor  # int64 [PEERS + world]
@@ -77,24 +79,32 @@ class Tables(ParamsBase):
     lse_rows: Any = None  # int64 [batch, sequence], or None
 
 
-def unpacked(tile: Int32) -> tuple[Int32, Int32, Int32]:
-    """(block, head, batch) of an entry of the tile table."""
-    return tile & ((1 << BLOCK_BITS) - 1), (tile >> BLOCK_BITS) & ((1 << HEAD_BITS) - 1), tile >> (BLOCK_BITS + HEAD_BITS)
+def section(tables: Tables) -> tuple[Int32, Int32]:
+    """(head, batch) of this CTA's tile."""
+    word = tables.tiles[cute.arch.block_idx()[0], 0]
+    return word & ((1 << HEAD_BITS) - 1), word >> HEAD_BITS
+
+
+def piece(tables: Tables, i: Any) -> Int32:
+    """Number of the i-th piece of this CTA's tile."""
+    return tables.tiles[cute.arch.block_idx()[0], 1 + i]
 
 
 class TableScheduler:
-    """One tile per CTA, read from the tile table. That there is no second one is known when the kernel is compiled."""
+    """One tile per CTA, read from the tile table; its block is its first piece. That there is no second one is known when the kernel
+    is compiled.
+    """
 
-    def __init__(self, tile: Int32, *, loc: Any = None, ip: Any = None):
+    def __init__(self, tile: tuple[Int32, Int32, Int32], *, loc: Any = None, ip: Any = None):
         self._tile, self._first = tile, True
         self._loc, self._ip = loc, ip
 
     @staticmethod
     def create(tables: Tables, *, loc: Any = None, ip: Any = None) -> TableScheduler:
-        return TableScheduler(tables.tiles[cute.arch.block_idx()[0]], loc=loc, ip=ip)
+        return TableScheduler((piece(tables, 0), *section(tables)), loc=loc, ip=ip)
 
     def get_current_work(self, *, loc: Any = None, ip: Any = None) -> WorkTileInfo:
-        return WorkTileInfo((*unpacked(self._tile), Int32(0)), self._first)
+        return WorkTileInfo((*self._tile, Int32(0)), self._first)
 
     def initial_work_tile_info(self, *, loc: Any = None, ip: Any = None) -> WorkTileInfo:
         return self.get_current_work()
@@ -110,10 +120,11 @@ class TableScheduler:
         pass
 
     def __extract_mlir_values__(self) -> list[Any]:
-        return list(cutlass.extract_mlir_values(self._tile))
+        return [value for number in self._tile for value in cutlass.extract_mlir_values(number)]
 
     def __new_from_mlir_values__(self, values: list[Any]) -> TableScheduler:
-        return TableScheduler(cutlass.new_from_mlir_values(self._tile, values), loc=self._loc)
+        block, head, batch = (cutlass.new_from_mlir_values(n, [value]) for n, value in zip(self._tile, values, strict=True))
+        return TableScheduler((block, head, batch), loc=self._loc)
 
 
 class _GridOf:
@@ -131,23 +142,22 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
 
     Args (beyond the base class's):
         with_lse: also store each row's log-sum-exp (float32) through a second row table.
-        lookup: who looks up where a tile's rows go: `warp`, an idle one, which leaves the addresses in shared memory; or each `thread` of
-            the epilogue for itself.
+        pieces: of a tile, equally long, from anywhere in the sequence; more than one for full attention only.
     """
 
+    tile_m: int
     # The base class assigns this in `__call__`; the rows of a tile have more than one destination, which one tensor map cannot say.
     use_tma_O = property(lambda self: False, lambda self, value: None)
 
-    def __init__(self, *args: Any, with_lse: bool, lookup: str, **options: Any):
+    def __init__(self, *args: Any, with_lse: bool, pieces: int, **options: Any):
         super().__init__(*args, **options)
-        self.with_lse, self.lookup = with_lse, lookup
+        self.with_lse, self.pieces, self.piece_rows = with_lse, pieces, self.tile_m // pieces
 
     def _get_shared_storage_cls(self) -> Any:
-        storage = FlashAttentionForwardSm90._get_shared_storage_cls(self)
-        if self.lookup == "warp":
-            fields = {**storage._annotations, "addresses": cute.struct.MemRange[Int64, self.tile_m * (2 if self.with_lse else 1)]}
-            storage = cute.struct(type("SharedStorage", (), {"__annotations__": fields}))
-            self._addresses_at = (storage._offsets["addresses"] - storage._offsets["mbar_ptr_Q"]) // 8
+        fields = dict(FlashAttentionForwardSm90._get_shared_storage_cls(self)._annotations)
+        fields["addresses"] = cute.struct.MemRange[Int64, self.tile_m * (2 if self.with_lse else 1)]
+        storage = cute.struct(type("SharedStorage", (), {"__annotations__": fields}))
+        self._addresses_at = (storage._offsets["addresses"] - storage._offsets["mbar_ptr_Q"]) // 8
         return storage
 
     # Branches at run time carry `self` as an object without runtime values.
@@ -160,6 +170,11 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
     def kernel(self, *args: Any) -> _GridOf:
         *front, _, _, storage, aux_data, _ = args
         tables = Tables(*aux_data.tensors)
+        if self.pieces > 1:
+            # Queries are loaded piece by piece. `launch` gives them in the output's place too, and there the base class leaves them alone.
+            (_, _, _, q), box = front[:4], (self.piece_rows, self.tile_hdim)
+            shared = sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, box, None)
+            front[10], front[0] = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), q, shared, box)
         call = FlashAttentionForwardSm90.kernel(self, *front, tables, TableScheduler, storage, AuxData(), None)
         return _GridOf(call, tables.tiles)
 
@@ -168,16 +183,33 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
         self, mQ, mK, mV, sQ, sK, sV, tma_atom_Q, tma_atom_K, tma_atom_V, pipeline_k, pipeline_v, pipeline_q, gmem_tiled_copy_Q,
         mPageTable, blocksparse_tensors, block_info, SeqlenInfoCls, TileSchedulerCls,
     ):  # fmt: skip
-        thread = cute.arch.thread_idx()[0]
-        if thread >= 32 and thread < 64:  # warp 1 has nothing to load
-            if const_expr(self.lookup == "warp"):
-                self._look_up(TileSchedulerCls.args[0], self._addresses(pipeline_q), thread - 32, mQ.shape[0])
-            else:
-                self._warm(TileSchedulerCls.args[0], thread - 32, mQ.shape[0])
+        thread, tables = cute.arch.thread_idx()[0], TileSchedulerCls.args[0]
+        pieces = [cute.local_tile(sQ, (self.piece_rows, self.tile_hdim), (i, 0)) for i in range(self.pieces)]
+        if thread >= 32 and thread < 64:  # warps 1 to 3 are idle in the base class
+            self._look_up(tables, self._addresses(pipeline_q), thread - 32, mQ.shape[0])
+        if const_expr(self.pieces > 1):
+            if thread >= 64 and thread < 96:
+                self._load_pieces(tables, mQ, pieces, tma_atom_Q, pipeline_q)
+        # For the base class a tile is its first piece. Its rows are all that it takes from `tile_m` here.
+        tile_rows, self.tile_m = self.tile_m, self.piece_rows
         FlashAttentionForwardSm90.load(
-            self, mQ, mK, mV, sQ, sK, sV, tma_atom_Q, tma_atom_K, tma_atom_V, pipeline_k, pipeline_v, pipeline_q, gmem_tiled_copy_Q,
-            mPageTable, blocksparse_tensors, block_info, SeqlenInfoCls, TileSchedulerCls,
+            self, mQ, mK, mV, pieces[0], sK, sV, tma_atom_Q, tma_atom_K, tma_atom_V, pipeline_k, pipeline_v, pipeline_q,
+            gmem_tiled_copy_Q, mPageTable, blocksparse_tensors, block_info, SeqlenInfoCls, TileSchedulerCls,
         )  # fmt: skip
+        self.tile_m = tile_rows
+
+    @cute.jit
+    def _load_pieces(self, tables: Tables, mQ, pieces, tma_atom_Q, pipeline_q) -> None:
+        """Load the queries of all pieces but the first.
+
+        The barrier that counts their bytes may not yet have been told how many to expect. It cannot open before that: who tells it
+        also makes the one arrival that it waits for.
+        """
+        head, batch = section(tables)
+        for i in cutlass.range_constexpr(1, self.pieces):
+            source = cute.local_tile(mQ[None, None, head, batch], (self.piece_rows, self.tile_hdim), (piece(tables, i), 0))
+            load, _, _ = copy_utils.tma_get_copy_fn(tma_atom_Q, 0, cute.make_layout(1), source, pieces[i], single_stage=True)
+            load(tma_bar_ptr=pipeline_q.sync_object_full.get_barrier(0))
 
     def _addresses(self, pipeline_q: Any) -> cute.Tensor:
         """Where a tile's rows go, in shared memory: int64 [tile rows], then as many for log-sum-exps; 0 stands for "no store"."""
@@ -190,12 +222,15 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
 
         The arrival orders the writes before the readers that come there, and waits for nobody.
         """
-        block, head, batch = unpacked(tables.tiles[cute.arch.block_idx()[0]])
+        head, batch = section(tables)
         end = sequence
         if tables.control[FAILED] != 0:  # a meeting before this kernel gave up
             end = Int32(0)
         for i in cutlass.range_constexpr(self.tile_m // 32):
-            row = block * self.tile_m + i * 32 + lane
+            number, place = i * 32 // self.piece_rows, i * 32 % self.piece_rows + lane
+            if const_expr(self.piece_rows < 32):
+                number, place = number + lane // self.piece_rows, lane % self.piece_rows
+            row = piece(tables, number) * self.piece_rows + place
             address, lse_address = Int64(0), Int64(0)
             if row < end:
                 address = tables.rows[batch, row] + Int64(head) * (self.tile_hdimv * self.dtype.width // 8)
@@ -211,24 +246,12 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
         cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
-    def _warm(self, tables: Tables, lane: Int32, sequence: Int32) -> None:
-        """Bring what the epilogue will look up into the L1 cache: by then the stores of the other CTAs fill the way to memory."""
-        prefetch_l1(tables.control.iterator.toint() + 8 * FAILED)
-        block, _, batch = unpacked(tables.tiles[cute.arch.block_idx()[0]])
-        for i in cutlass.range_constexpr(self.tile_m // 32):
-            row = cutlass.min(block * self.tile_m + i * 32 + lane, sequence - 1)
-            prefetch_l1(cute.domain_offset((batch, row), tables.rows).iterator.toint())
-            if const_expr(self.with_lse):
-                prefetch_l1(cute.domain_offset((batch, row), tables.lse_rows).iterator.toint())
-
-    @cute.jit
     def mma(
         self, tiled_mma_qk, tiled_mma_pv, mO, mLSE, sQ, sK, sVt, sP, sO, learnable_sink, pipeline_k, pipeline_v, pipeline_q,
         gmem_tiled_copy_O, tma_atom_O, tidx, softmax_scale_log2, softmax_scale, block_info, SeqlenInfoCls, AttentionMaskCls,
         TileSchedulerCls, blocksparse_tensors, aux_data=AuxData(), fastdiv_mods=None,  # noqa: B008 (the base class's signature)
     ):  # fmt: skip
-        self._tables = TileSchedulerCls.args[0]
-        self._looked_up: Any = self._addresses(pipeline_q) if const_expr(self.lookup == "warp") else None
+        self._looked_up = self._addresses(pipeline_q)
         FlashAttentionForwardSm90.mma(
             self, tiled_mma_qk, tiled_mma_pv, mO, mLSE, sQ, sK, sVt, sP, sO, learnable_sink, pipeline_k, pipeline_v, pipeline_q,
             gmem_tiled_copy_O, tma_atom_O, tidx, softmax_scale_log2, softmax_scale, block_info, SeqlenInfoCls, AttentionMaskCls,
@@ -239,73 +262,44 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
     def epilogue(
         self, acc_O, lse, mO, mLSE, sO, seqlen, gmem_tiled_copy_O, tma_atom_O, tiled_mma, tidx, m_block, head_idx, batch_idx,
     ):  # fmt: skip
-        gmem_thr_copy_O = gmem_tiled_copy_O.get_slice(tidx)
-        positions = cute.make_identity_tensor((self.tile_m, self.tile_hdimv))
-        tOcO = gmem_thr_copy_O.partition_S(positions)
-        rows = cute.size(tOcO.shape[1])
-        first_row = m_block * self.tile_m
-        # Addresses of this thread's rows; 0 stands for "no store".
-        address = cute.make_rmem_tensor((rows,), Int64)
-        failed = Int64(0)
-        waiting = self.num_epilogue_threads
-        if const_expr(self.lookup == "warp"):
-            waiting += cute.arch.WARP_SIZE  # which has arrived long ago
-        else:
-            # Loaded first: their latency passes under the staging. So does that of `failed` (a meeting before this kernel gave up), on
-            # which nothing depends but the stores.
-            address.fill(0)
-            failed = self._tables.control[FAILED]
-            head_offset = Int64(head_idx) * (self.tile_hdimv * self.dtype.width // 8)
-            for i in cutlass.range_constexpr(rows):
-                row = first_row + tOcO[0, i, 0][0]
-                if row < seqlen.seqlen_q:
-                    address[i] = self._tables.rows[batch_idx, row]
-
         # Stage the tile through shared memory (in Q's place), as the base class does, for stores of 16 bytes.
         rO = cute.make_fragment_like(acc_O, self.dtype)
         rO.store(acc_O.load().to(self.dtype))
-        cute.arch.barrier(barrier_id=int(NamedBarrierFwd.Epilogue), number_of_threads=waiting)
+        # The warp that looked up the addresses has arrived at this barrier long ago.
+        everyone = self.num_epilogue_threads + cute.arch.WARP_SIZE
+        cute.arch.barrier(barrier_id=int(NamedBarrierFwd.Epilogue), number_of_threads=everyone)
         store_atom = utils.get_smem_store_atom(self.arch.major * 10 + self.arch.minor, self.dtype)
         store_thread = cute.make_tiled_copy_C(store_atom, tiled_mma).get_slice(tidx)
         cute.copy(store_atom, store_thread.retile(rO), store_thread.partition_D(sO))
         cute.arch.barrier(barrier_id=int(NamedBarrierFwd.Epilogue), number_of_threads=self.num_epilogue_threads)
-        if const_expr(self.lookup == "warp"):
-            gmem_thr_copy_O = gmem_tiled_copy_O.get_slice(thread_anew() - 128)
-            tOcO = gmem_thr_copy_O.partition_S(positions)
-            for i in cutlass.range_constexpr(rows):
-                address[i] = self._looked_up[tOcO[0, i, 0][0]]
+        gmem_thr_copy_O = gmem_tiled_copy_O.get_slice(thread_anew() - 128)
+        positions = cute.make_identity_tensor((self.tile_m, self.tile_hdimv))
+        tOcO = gmem_thr_copy_O.partition_S(positions)
+        rows = cute.size(tOcO.shape[1])
+        address = cute.make_rmem_tensor((rows,), Int64)
+        for i in cutlass.range_constexpr(rows):
+            address[i] = self._looked_up[tOcO[0, i, 0][0]]
         tOsO = gmem_thr_copy_O.partition_S(sO)
         tOrO = cute.make_fragment_like(tOsO, self.dtype)
         cute.autovec_copy(tOsO, tOrO)
 
         for i in cutlass.range_constexpr(rows):
-            if (address[i] != 0) & (failed == 0):
-                target = address[i]
-                if const_expr(self.lookup == "thread"):
-                    target += head_offset
-                pointer = cute.make_ptr(self.dtype, target, cute.AddressSpace.gmem, assumed_align=16)
+            if address[i] != 0:
+                pointer = cute.make_ptr(self.dtype, address[i], cute.AddressSpace.gmem, assumed_align=16)
                 pieces = cute.tiled_divide(cute.make_tensor(pointer, (self.tile_hdimv,)), (128 // self.dtype.width,))
                 for j in cutlass.range_constexpr(cute.size(tOrO.shape[2])):
                     piece = tOcO[0, 0, j][1] // (128 // self.dtype.width)
                     cute.autovec_copy(tOrO[None, i, j], pieces[None, piece])
         if const_expr(self.with_lse):
-            end = seqlen.seqlen_q
-            if failed != 0:
-                end = Int32(0)
-            self._store_lse(lse, positions, end, tiled_mma, tidx, first_row, head_idx, batch_idx)
+            self._store_lse(lse, positions, tiled_mma, tidx)
 
     @cute.jit
-    def _store_lse(self, lse, positions, end, tiled_mma, tidx, first_row, head_idx, batch_idx):
+    def _store_lse(self, lse, positions, tiled_mma, tidx):
         thread_positions = layout_utils.reshape_acc_to_mn(tiled_mma.get_slice(tidx).partition_C(positions))
         # A row's sum is the same in the four threads that share it; the one with column 0 stores it.
         if thread_positions[0][1] == 0:
             for i in cutlass.range_constexpr(cute.size(lse)):
-                row = thread_positions[i, 0][0]
-                target = Int64(0)
-                if const_expr(self.lookup == "warp"):
-                    target = self._looked_up[self.tile_m + row]
-                elif first_row + row < end:
-                    target = self._tables.lse_rows[batch_idx, first_row + row] + Int64(head_idx) * 4
+                target = self._looked_up[self.tile_m + thread_positions[i, 0][0]]
                 if target != 0:
                     cute.make_tensor(cute.make_ptr(Float32, target, cute.AddressSpace.gmem, assumed_align=4), (1,))[0] = lse[i]
 
@@ -317,21 +311,19 @@ def tile_shape(head_dim: int, causal: bool) -> tuple[int, int]:
 
 
 @cache
-def compiled(
-    dtype: str, head_dim: int, queries_per_kv: int, causal: bool, with_lse: bool = False, lookup: str = "warp"
-) -> Any:  # fmt: skip
+def compiled(dtype: str, head_dim: int, queries_per_kv: int, causal: bool, with_lse: bool = False, pieces: int = 1) -> Any:
     """The attention kernel for a configuration, compiled once per process (a few seconds); `launch` calls it."""
     config = _tile_size_fwd_sm90(head_dim, head_dim, causal, False)
     element = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype]
     kernel = AttentionA2ASm90(
         element, head_dim, head_dim, queries_per_kv, is_causal=causal, is_local=False, pack_gqa=False, tile_m=config.m_block_size,
         tile_n=config.n_block_size, num_stages=2, num_threads=384, Q_in_regs=False, intra_wg_overlap=config.intra_wg_overlap,
-        mma_pv_is_rs=config.mma_pv_is_rs, with_lse=with_lse, lookup=lookup,
+        mma_pv_is_rs=config.mma_pv_is_rs, with_lse=with_lse, pieces=pieces,
     )  # fmt: skip
     batch, sequence, heads, kv_heads = (cute.sym_int() for _ in range(4))
     q = make_fake_tensor(element, (batch, sequence, heads, head_dim), divisibility=8)
     k, v = (make_fake_tensor(element, (batch, sequence, kv_heads, head_dim), divisibility=8) for _ in range(2))
-    tiles = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(),), stride=(1,), assumed_align=4)
+    tiles = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), 1 + pieces), stride=(1 + pieces, 1), assumed_align=4)
     rows = [
         cute.runtime.make_fake_tensor(Int64, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1), assumed_align=8)
         for _ in range(2 if with_lse else 1)

@@ -44,14 +44,11 @@ from xstage.symmetric import Agreement, SymmetricBuffer, Watch, default_device, 
 
 FALLBACKS = ("serial", "error")
 STORES = ("owner", "local", "remote")
-LOOKUPS = ("warp", "thread")
-LAST_LAUNCHES = ("after", "ahead")
+LAST_LAUNCHES = ("ahead", "after")
 HEAD_DIMS = (64, 96, 128, 256)
 _SIGNAL_BYTES = 4 * KiB
 _PHASES = ("entered", "done")  # names of `kernel_sm90`'s kinds of meetings
 _L2_BYTES = 50 * 1024 * KiB  # what FA4 assumes for keys and values, causal order
-# Low end of the knee of isolated, aligned bursts of 16-byte stores, 132 producers, two H200: what a wave may send at once.
-_KNEE_BYTES_PER_SM = 24 * KiB
 _OBJECTS: weakref.WeakValueDictionary[int, AttentionA2A] = weakref.WeakValueDictionary()
 _ids = itertools.count(1)
 _shared: dict[tuple[Any, ...], AttentionA2A] = {}
@@ -62,21 +59,19 @@ class Variant:
     """How the fused kernel runs. The defaults are for use, the others for measurement; all ranks must use the same.
 
     Attributes:
-        order: one of `layout.ORDERS`, or `auto`, which is `alternating`: measured best or within the noise on every shape.
+        order: one of `layout.ORDERS`, or `auto`, which is `split`.
         stores: `owner`; `local` (every row into this rank's own memory: the control) or `remote` (every row to the next rank).
         entry: `auto`: the ranks meet before a call only where they must (`AttentionA2A._must_meet`); `always`.
         finish: `wait` (the call ends when the output is complete), `none` (the attention kernel alone, no meeting before
             or after: sender-visible time).
-        lookup: who looks up where a tile's rows go: an idle `warp` while the tile is computed, or each `thread` that stores, for itself.
-        last: the meeting that ends a call is launched `after` the attention kernel, or `ahead` of its end, which it then awaits itself.
+        last: the meeting that ends a call is launched `ahead` of the attention kernel's end, which it then awaits itself, or `after` it.
     """
 
     order: str = "auto"
     stores: str = "owner"
     entry: str = "auto"
     finish: str = "wait"
-    lookup: str = "warp"
-    last: str = "after"
+    last: str = "ahead"
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -84,7 +79,6 @@ class Variant:
             ("stores", self.stores, STORES),
             ("entry", self.entry, ("auto", "always")),
             ("finish", self.finish, ("wait", "none")),
-            ("lookup", self.lookup, LOOKUPS),
             ("last", self.last, LAST_LAUNCHES),
         ):
             if value not in known:
@@ -383,7 +377,7 @@ class AttentionA2A:
                 raise XStageError("attend: call it once with these shapes before capturing a CUDA graph")
             plan = self._plans[call] = self._plan(call)
         kernel = kernel_sm90.compiled(
-            str(self.dtype).removeprefix("torch."), self.head_dim, group, call.causal, call.return_lse, variant.lookup
+            str(self.dtype).removeprefix("torch."), self.head_dim, group, call.causal, call.return_lse, plan.tiles.shape[1] - 1
         )
         turn = self._turn % self.buffers
         self._turn += 1
@@ -423,8 +417,8 @@ class AttentionA2A:
         kv_bytes = 2 * layout.sequence * self.head_dim * self.dtype.itemsize
         table = lay.tile_table(
             layout, self.rank, heads=heads, batch=batch, tile_rows=tile_rows, wave=sms,
-            order="alternating" if variant.order == "auto" else variant.order, causal=call.causal,
-            capacity_tiles=min(sms, sms * _KNEE_BYTES_PER_SM // tile_bytes),
+            order="split" if variant.order == "auto" else variant.order, causal=call.causal,
+            capacity_tiles=min(sms, sms * lay.KNEE_BYTES_PER_SM // tile_bytes),
             heads_per_section=1 << max(0, (_L2_BYTES // kv_bytes).bit_length() - 1),
         )  # fmt: skip
         row_bytes = self.heads * self.head_dim * self.dtype.itemsize

@@ -15,11 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from xstage.attention.layout import SequenceLayout
 from xstage.burst_gap import knee_bytes_per_producer
 from xstage.calibration.fit import held_out
 from xstage.errors import XStageError
 from xstage.platform import METHODS, KiB, MiB, Platform, load_platform
 from xstage.predict import predict, text
+from xstage.simulate.attention import predict_residual
 from xstage.studies.tables import TABLES as SIMULATED
 from xstage.studies.tables import grid
 
@@ -181,14 +183,44 @@ def _attention_table(results: Path) -> str:
         us = {name: f"{t['slowest_ns'] / 1e3:.1f}" for group in (baseline, residual) for name, t in group.items()}
         rows.append([
             f"{r['heads']}, {r['sequence']:,}", *(us[n] for n in ("fa4", "local", "stores", "fused", "push_graph", "nccl_graph", "nccl")),
-            f"{d['residual_ns'] / 1e3:.1f} ({d['residual_share']:.1%})", f"{r['predicted_residual_ns']['alternating'] / 1e3:.1f}",
+            f"{d['residual_ns'] / 1e3:.1f} ({d['residual_share']:.1%})", f"{_predicted_ns(r) / 1e3:.1f}",
             f"{d['readiness_ns'] / 1e3:.1f}", f"{d['kernel_over_fa4_ns'] / 1e3 / float(us['fa4']):.2%}",
             f"{d['speedup_strongest']:.2f}×", f"{d['speedup_paper_baseline']:.2f}×",
         ])  # fmt: skip
     head = ["H, M", "FA4 alone", "local stores", "stores", "fused", "push, graph", "NCCL, graph", "NCCL, eager", "E_res", "predicted",
             "readiness", "local over FA4", "over strongest serial", "over eager serial"]  # fmt: skip
-    said = "µs per call, slowest rank, medians; H heads per GPU, head dim 128, bf16, full attention; `results/h200x2/attention.json`."
-    return grid(head, rows) + "\n\n" + said
+    tiles = (
+        "split tiles" if all("split" in r["predicted_residual_ns"] for r in content["rows"]) else "whole tiles, destinations alternating"
+    )
+    said = "µs per call, slowest rank, medians; H heads per GPU, head dim 128, bf16, full attention"
+    return grid(head, rows) + f"\n\n{said}, {tiles}; `results/h200x2/attention.json`."
+
+
+def _predicted_ns(row: dict[str, Any]) -> float:
+    """Of the order that `auto` stood for when the row was measured."""
+    predicted = row["predicted_residual_ns"]
+    return float(predicted.get("split", predicted["alternating"]))
+
+
+def _attention_split_table(results: Path) -> str:
+    path = results / "h200x2" / "attention-split.json"
+    measured = {(r["heads"], r["sequence"]): r for r in _read(path)["rows"]} if path.exists() else {}
+    shapes = list(measured) or [(h, m) for m in (4096, 8192, 16384, 32768) for h in (4, 12)]
+    columns = ("fa4", "local", "stores", "fused", "local_whole", "stores_whole", "fused_whole")
+    rows = []
+    for heads, sequence in shapes:
+        r = measured.get((heads, sequence))
+        times = [f"{r['groups']['forms'][n]['slowest_ns'] / 1e3:.1f}" if r else "–" for n in columns]
+        residuals = []
+        for order, form in (("split", "split"), ("alternating", "whole")):
+            predicted = predict_residual(heads, SequenceLayout.even(sequence, 2), order, load_platform("h200-nvlink4"))[1]
+            found = f"{r['derived'][f'residual_{form}_ns'] / 1e3:.1f}" if r else "–"
+            residuals.append(f"{found} ({predicted / 1e3:.1f})")
+        rows.append([f"{heads}, {sequence:,}", *times, *residuals])
+    head = ["H, M", "FA4 alone", "split, local", "split, stores", "split, fused", "whole, local", "whole, stores", "whole, fused",
+            "E_res, split", "E_res, whole"]  # fmt: skip
+    where = "`results/h200x2/attention-split.json`" if measured else "not measured yet"
+    return grid(head, rows) + f"\n\nµs per call, slowest rank, medians ({where}); in brackets: predicted from `h200-nvlink4`."
 
 
 def _attention_forms_table(results: Path) -> str:
@@ -228,11 +260,13 @@ def _attention_models_table(results: Path) -> str:
 
 def _attention_orders_table(results: Path) -> str:
     rows = []
-    for r in _read(results / "h200x2" / "attention.json")["rows"]:
+    measured = _read(results / "h200x2" / "attention.json")["rows"]
+    orders = [o for o in ("split", "plain", "alternating", "own_last") if all(f"residual_{o}_ns" in r["derived"] for r in measured)]
+    for r in measured:
         d, p = r["derived"], r["predicted_residual_ns"]
-        cells = [f"{d[f'residual_{o}_ns'] / 1e3:.1f} ({p[o] / 1e3:.1f})" for o in ("plain", "alternating", "own_last")]
+        cells = [f"{d[f'residual_{o}_ns'] / 1e3:.1f} ({p[o] / 1e3:.1f})" for o in orders]
         rows.append([f"{r['heads']}, {r['sequence']:,}", *cells, f"{d['residual_remote_ns'] / 1e3:.1f}", f"{d['meeting_ns'] / 1e3:.1f}"])
-    return grid(["H, M", "plain", "alternating", "own last", "all remote", "a meeting before the call"], rows)
+    return grid(["H, M", *(o.replace("_", " ") for o in orders), "all remote", "a meeting before the call"], rows)
 
 
 def _attention_designs_table(results: Path) -> str:
@@ -291,6 +325,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "comparison": _comparison_table,
     "attention": _attention_table,
     "attention-orders": _attention_orders_table,
+    "attention-split": _attention_split_table,
     "attention-forms": _attention_forms_table,
     "attention-models": _attention_models_table,
     "attention-designs": _attention_designs_table,

@@ -6,7 +6,10 @@ end of the same run with local stores. What the model says: bursts of all waves 
 remains is the drain of the last, usually partial wave, so the residual does not grow with the sequence, and it follows the size
 of the last wave. The completion-coupled counterfactual pays V/R in every wave.
 
-Covered: persistent CTAs or waves (equal tiles make them the same), destinations in plain or alternating order, local blocks,
+`simulate_attention` has one capacity for all SMs. `predict_residual` has the tile table of the kernel that runs here, and each SM its own
+share of the capacity, as it was measured: no events, only the two bounds.
+
+Covered: persistent CTAs or waves (equal tiles make them the same), destinations in plain or alternating order or split, local blocks,
 capacity of a full wave, shared drain, issuing by the math warps or by an own role, one barrier at the end as a given time.
 Not covered: causal masks and variable lengths, clocks and power (the paper's own band is ±2%), skew between ranks, the All-to-All
 in front of attention, misses of address translation.
@@ -15,17 +18,21 @@ in front of attention, misses of address translation.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from xstage.attention.layout import KNEE_BYTES_PER_SM, SequenceLayout, remote_rows, tile_table
 from xstage.errors import XStageError
 from xstage.platform import Platform
 from xstage.simulate.engine import Floats, Link, Timeline, run_order
 from xstage.simulate.mega_moe import DUPLEX
 from xstage.tile_order import NO_LAG, TileOrder
 
-DESTINATIONS = ("plain", "alternating")
+DESTINATIONS = ("plain", "alternating", "split")
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,8 @@ class AttentionWorkload:
         tokens: M, whole sequence. heads: per rank. attention_ns: time of attention alone. head_dim, out_bytes: d, bytes per element.
         tile_m: query rows of an output tile. tiles_per_cta: output tiles that a CTA finishes together (2 in FlashAttention-4).
         ranks: P. roles: who stores (see `engine.ROLES`). destinations: `plain` (query blocks fastest: whole runs of blocks for one
-        rank) or `alternating` (block by block). barrier_ns: added at the end. sms: of the GPU that ran it, None for the platform's.
+        rank), `alternating` (block by block) or `split` (a part of every block for each). barrier_ns: added at the end.
+        sms: of the GPU that ran it, None for the platform's.
     """
 
     tokens: int
@@ -123,6 +131,8 @@ def simulate_attention(
         latency_ns=m.latency_ns,
     )
     sent = np.where(local, 0.0, amount) if w.ranks > 1 else np.zeros(tiles)
+    if w.destinations == "split":
+        sent = np.full(tiles, amount * (w.ranks - 1) / w.ranks)
 
     def run(where: Link, stores: Floats, coupled: bool) -> Timeline:
         return run_order(order, sms, where, 0.0, qloop, stores, floor, roles=w.roles, slots=2, completion_coupled=coupled, trace=trace)
@@ -131,3 +141,37 @@ def simulate_attention(
     control = run(Link(amount / floor, math.inf, math.inf), np.zeros(tiles), False)
     fused = timeline.drained_ns + w.barrier_ns
     return AttentionRun(fused, control.makespan_ns, fused - control.makespan_ns, waves, tiles - (waves - 1) * sms, qloop, timeline, link)
+
+
+def predicted_residual_ns(waves: Sequence[NDArray[Any]], platform: Platform, method: str = "st_global") -> float:
+    """E_res from the two bounds: each wave above Q stalls for the excess (equation 6), and the last burst drains in full after the work.
+
+    Every SM has its share of the capacity, Q(K) / K of K SMs that send: what one of them sends beyond it is excess, whatever the others
+    leave unused.
+
+    Args:
+        waves: bytes that each CTA of a wave sends to other ranks (`layout.remote_rows` times the bytes of a row).
+    """
+    store, residual = platform.method(method), 0.0
+    for i, sent in enumerate(waves):
+        producers = max(int((sent > 0).sum()), 1)
+        share = float(store.capacity_bytes(producers)) / producers if i < len(waves) - 1 else 0.0
+        residual += float(np.maximum(sent - share, 0).sum()) / float(store.drain_rate(producers))
+    return residual
+
+
+def predict_residual(
+    heads: int, layout: SequenceLayout, order: str, platform: Platform, *, rank: int = 0, row_bytes: int = 256, tile_rows: int = 128,
+    sms: int | None = None,
+) -> tuple[list[int], float]:  # fmt: skip
+    """Rows that leave the rank in each wave of a call of the fused kernel, and E_res as `predicted_residual_ns` has it.
+
+    Args:
+        heads: of this rank. order: of `attention.layout`. row_bytes: of one head. tile_rows: of the kernel's tiles.
+        sms: of the GPU that runs it, None for the platform's.
+    """
+    sms = sms or platform.sms
+    capacity_tiles = min(sms, sms * KNEE_BYTES_PER_SM // (tile_rows * row_bytes))
+    table = tile_table(layout, rank, heads=heads, batch=1, tile_rows=tile_rows, wave=sms, order=order, capacity_tiles=capacity_tiles)
+    waves = remote_rows(table, layout, rank, tile_rows, sms)
+    return [int(sent.sum()) for sent in waves], predicted_residual_ns([sent * row_bytes for sent in waves], platform)

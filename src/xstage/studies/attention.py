@@ -10,15 +10,15 @@ groups, their questions, and the columns that answer them:
   its output is complete) over `stores`.
 * `baseline`. `fused` against the paper's serial baseline (`nccl`: eager, with permutations), the same in a graph (`nccl_graph`), and the
   copy-engine push in a graph, after FA4 (`push_graph`) and after other attention kernels that this machine has (`push_cudnn`, `push_fa3`).
-* `forms`. Forms of the kernels side by side: who looks up where rows go (`local` and `stores`, against `local_thread` and
-  `stores_thread`), and when the last meeting is launched (`fused`, `fused_ahead`).
-* `order`. What the order and the share of remote destinations do to the residual (`plain`, `own_last`, `remote`), and what a
-  meeting before the call costs, which the first call of a graph makes (`met`).
+* `forms`. Tiles split between destinations, the default (`local`, `stores`, `fused`), against whole tiles whose destinations
+  alternate (`local_whole`, `stores_whole`, `fused_whole`), and the last meeting launched after the attention kernel (`fused_after`).
+* `order`. What the order and the share of remote destinations do to the residual (`alternating`, `plain`, `own_last`, `remote`), and
+  what a meeting before the call costs, which the first call of a graph makes (`met`).
 * `dit`. Residual, readiness and all serial baselines in one group, for shapes whose calls are long.
 
 A row takes `ROW_S` at most where that can be had by fewer rounds, never less than 5.
 
-The prediction of E_res comes from the tile table and a platform file alone (`predicted_residual_ns`), with nothing refitted.
+The prediction of E_res comes from the tile table and a platform file alone (`simulate.attention.predict_residual`), with nothing refitted.
 
 Not covered: causal attention, more than one host, back-to-back replays.
 """
@@ -33,17 +33,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from xstage.attention import layout as lay
 from xstage.attention import serial
 from xstage.attention.layout import SequenceLayout
 from xstage.attention.op import AttentionA2A, Variant
 from xstage.bench import timing
 from xstage.errors import XStageError
 from xstage.platform import Platform, load_platform
+from xstage.simulate.attention import predict_residual
 
 HEADS, SEQUENCES, HEAD_DIM = (4, 12), (4096, 8192, 16384, 32768, 65536), 128
 ROW_S, LEAST_ROUNDS = 15.0, 5
@@ -75,37 +74,26 @@ DIT = (
 FUSED = {
     "local": Variant(stores="local", finish="none"),
     "stores": Variant(finish="none"),
+    "local_whole": Variant(order="alternating", stores="local", finish="none"),
+    "stores_whole": Variant(order="alternating", finish="none"),
+    "fused_whole": Variant(order="alternating"),
+    "alternating": Variant(order="alternating", finish="none"),
     "plain": Variant(order="plain", finish="none"),
     "own_last": Variant(order="own_last", finish="none"),
     "remote": Variant(stores="remote", finish="none"),
     "met": Variant(entry="always"),
     "fused": Variant(),
-    "local_thread": Variant(stores="local", finish="none", lookup="thread"),
-    "stores_thread": Variant(finish="none", lookup="thread"),
-    "fused_ahead": Variant(last="ahead"),
+    "fused_after": Variant(last="after"),
 }
 SERIAL = ("nccl", "nccl_graph", "push_graph", *(f"push_{name}" for name in serial.OTHERS))
 GROUPS = {
     "residual": ("fa4", "local", "stores", "fused"),
     "baseline": ("fa4", "fused", *SERIAL),
-    "forms": ("fa4", "local", "stores", "local_thread", "stores_thread", "fused", "fused_ahead"),
+    "forms": ("fa4", "local", "stores", "fused", "local_whole", "stores_whole", "fused_whole", "fused_after"),
     "dit": ("fa4", "local", "stores", "fused", *SERIAL[1:]),
-    "order": ("local", "stores", "plain", "own_last", "remote", "met", "fused"),
+    "order": ("local", "stores", "alternating", "plain", "own_last", "remote", "met", "fused"),
 }
-
-
-def predicted_residual_ns(remote_tiles: Sequence[int], tile_bytes: int, platform: Platform, method: str = "st_global") -> float:
-    """E_res from the two bounds: each wave above Q stalls for the excess (equation 6), and the last burst drains in full after the work.
-
-    Args:
-        remote_tiles: tiles per wave that leave the rank (`layout.remote_tiles`). tile_bytes: bytes per tile.
-    """
-    store = platform.method(method)
-    bursts = np.asarray(remote_tiles, float) * tile_bytes
-    producers = np.maximum(remote_tiles, 1)
-    rate, capacity = store.drain_rate(producers), store.capacity_bytes(producers)
-    stalls = np.maximum(bursts[:-1] - capacity[:-1], 0) / rate[:-1]
-    return float(stalls.sum() + bursts[-1] / rate[-1])
+PREDICTED = ("split", "alternating", "plain", "own_last")
 
 
 def derived(times: dict[str, dict[str, timing.Times]]) -> dict[str, float]:
@@ -115,10 +103,12 @@ def derived(times: dict[str, dict[str, timing.Times]]) -> dict[str, float]:
     for name, group, top, bottom in (
         ("residual_ns", "residual", "stores", "local"), ("residual_over_fa4_ns", "residual", "stores", "fa4"),
         ("readiness_ns", "residual", "fused", "stores"), ("kernel_over_fa4_ns", "residual", "local", "fa4"),
-        ("residual_warp_ns", "forms", "stores", "local"), ("residual_thread_ns", "forms", "stores_thread", "local_thread"),
-        ("kernel_warp_over_fa4_ns", "forms", "local", "fa4"), ("kernel_thread_over_fa4_ns", "forms", "local_thread", "fa4"),
-        ("readiness_after_ns", "forms", "fused", "stores"), ("readiness_ahead_ns", "forms", "fused_ahead", "stores"),
-        ("residual_alternating_ns", "order", "stores", "local"), ("residual_plain_ns", "order", "plain", "local"),
+        ("residual_split_ns", "order", "stores", "local"), ("residual_split_ns", "forms", "stores", "local"),
+        ("residual_whole_ns", "forms", "stores_whole", "local_whole"),
+        ("kernel_split_over_fa4_ns", "forms", "local", "fa4"), ("kernel_whole_over_fa4_ns", "forms", "local_whole", "fa4"),
+        ("readiness_ahead_ns", "forms", "fused", "stores"), ("readiness_after_ns", "forms", "fused_after", "stores"),
+        ("readiness_whole_ns", "forms", "fused_whole", "stores_whole"),
+        ("residual_alternating_ns", "order", "alternating", "local"), ("residual_plain_ns", "order", "plain", "local"),
         ("residual_own_last_ns", "order", "own_last", "local"), ("residual_remote_ns", "order", "remote", "local"),
         ("meeting_ns", "order", "met", "fused"),
     ):  # fmt: skip
@@ -285,15 +275,16 @@ def _row(shape: Shape, groups: Sequence[str], rounds: int, pause_s: float, platf
             "name": shape.name, "heads": shape.heads, "sequence": shape.sequence, "head_dim": shape.head_dim, "derived": derived(times),
             "groups": {group: {name: t.to_json() for name, t in measured.items()} for group, measured in times.items()},
             "tflops": {n: round(shape.flop / t.slowest_ns / 1e3, 1) for n, t in times.get("residual", times.get("dit", {})).items()},
-            "missing": missing, "remote_tiles": {}, "predicted_residual_ns": {},
+            "missing": missing, "remote_rows": {}, "predicted_residual_ns": {},
         }  # fmt: skip
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         tile_rows, _ = tile_shape(shape.head_dim, False)
-        for order in ("plain", "alternating", "own_last"):
-            tiles = _remote_tiles(layout, rank, shape.heads, order, sms, tile_rows)
-            row["remote_tiles"][order] = tiles
-            if platform is not None:
-                row["predicted_residual_ns"][order] = round(predicted_residual_ns(tiles, tile_rows * shape.head_dim * 2, platform), 1)
+        if platform is not None:
+            for order in PREDICTED:
+                waves, residual_ns = predict_residual(
+                    shape.heads, layout, order, platform, rank=rank, row_bytes=2 * shape.head_dim, tile_rows=tile_rows, sms=sms
+                )
+                row["remote_rows"][order], row["predicted_residual_ns"][order] = waves, round(residual_ns, 1)
         del timed
         return row
 
@@ -312,10 +303,3 @@ def _why_not(kernel: Callable[[], torch.Tensor]) -> str:
 def _repeat(function: Callable[[], Any], calls: int) -> None:
     for _ in range(calls):
         function()
-
-
-def _remote_tiles(layout: SequenceLayout, rank: int, heads: int, order: str, sms: int, tile_rows: int) -> list[int]:
-    table = lay.tile_table(
-        layout, rank, heads=heads, batch=1, tile_rows=tile_rows, wave=sms, order=order, capacity_tiles=sms * 24 // 32
-    )  # fmt: skip
-    return lay.remote_tiles(table, layout, rank, tile_rows, sms)
