@@ -117,13 +117,13 @@ def test_prediction_is_stalls_plus_the_last_drain() -> None:
 
 
 def test_prediction_of_the_orders() -> None:
-    """Split tiles stay below every SM's share of the capacity, so that only the last wave is left; whole tiles do not."""
+    """The last wave's drain is the least that an order can cost; waves that one rank gets entirely cost more than mixed ones."""
     known = load_platform("h200-nvlink4")
     for heads, sequence in ((4, 8192), (12, 16384), (12, 32768)):
         predicted = {order: predict_residual(heads, SequenceLayout.even(sequence, 2), order, known)[1] for order in study.PREDICTED}
         last_wave = (heads * sequence // 128 - 1) % known.sms + 1
-        assert predicted["split"] == pytest.approx(last_wave * 16 * KiB / float(known.method("st_global").drain_rate(last_wave)))
-        assert predicted["split"] < predicted["alternating"] < predicted["plain"]
+        drain = last_wave * 16 * KiB / float(known.method("st_global").drain_rate(last_wave))
+        assert drain < predicted["alternating"] < predicted["plain"]
 
 
 def test_study_refuses_a_machine_without_peers(tmp_path: Path) -> None:

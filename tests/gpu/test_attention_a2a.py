@@ -145,7 +145,7 @@ def random_shapes(options: argparse.Namespace) -> None:
         (torch.bfloat16, 256, WORLD, 1, False, True), (torch.bfloat16, 128, WORLD * 8, 2, True, False),
     ]  # fmt: skip
     configurations = configurations[: max(1, options.shapes)]
-    done, begun, piece_rows = 0, time.time(), lay.PIECE_ROWS
+    done, begun = 0, time.time()
     for number, (dtype, head_dim, kv_heads, ratio, causal, with_lse) in enumerate(configurations):
         draw, since = random.Random(77 + number), time.time()
         checks: list[tuple[torch.Tensor, str]] = []
@@ -157,7 +157,6 @@ def random_shapes(options: argparse.Namespace) -> None:
             for _ in range(-(-options.shapes // len(configurations))):
                 sequence = draw.choice([draw.randint(1, 300), draw.randint(1, most), 128 * draw.randint(1, most // 128)])
                 layout, batch = random_layout(draw, sequence), draw.randint(1, batches)
-                lay.PIECE_ROWS = draw.choice([piece_rows, piece_rows[-1:]])  # as for more ranks
                 variant = Variant(
                     order=draw.choice(["auto", *lay.ORDERS]), entry=draw.choice(["auto", "always"]), last=draw.choice(LAST_LAUNCHES)
                 )  # fmt: skip
@@ -186,7 +185,6 @@ def random_shapes(options: argparse.Namespace) -> None:
             assert everywhere(not wrong), f"{len(wrong)} of {len(held)} checks of this rank failed, the first: {(wrong or ['-'])[0]}"
             settle()
         say(f"  configuration {number}: {time.time() - since:.0f} s")
-    lay.PIECE_ROWS = piece_rows
     say(f"  {done} shapes bitwise equal, {time.time() - begun:.0f} s")
 
 

@@ -3,11 +3,9 @@
 What is changed of flash-attn-4's `FlashAttentionForwardSm90` (everything else, the whole mainloop, is inherited):
 
 * `kernel`: one CTA per tile, as FA4 has it; which tile is read from a table made by the host (`layout.tile_table`), so that the order
-  of destinations in time is the table's. A tile may be made of pieces from several places of the sequence: what a row comes to does
-  not depend on the rows beside it.
+  of destinations in time is the table's.
 * `load`: an idle warp looks up, in a table of one address per row of the sequence (`layout.row_table`), where the tile's rows go, and
-  leaves the addresses in shared memory. A tile may therefore straddle ranks, and a shard may have any size and order. Another
-  idle warp loads the queries of all pieces but the first, which FA4's loader takes for its tile.
+  leaves the addresses in shared memory. A tile may therefore straddle ranks, and a shard may have any size and order.
 * `epilogue`: the tile is staged through shared memory as FA4 does it, and each thread stores 16-byte pieces to the address of
   their row. Nothing is loaded from global memory here: by then the stores of the other CTAs fill the way to it. The thread index is
   read anew, because what is computed from it earlier lives in registers through the mainloop and costs the compiler FA4's schedule.
@@ -47,19 +45,17 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync
-from cutlass.utils import LayoutEnum
 from flash_attn.cute import utils
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from flash_attn.cute.interface import _tile_size_fwd_sm90
 from flash_attn.cute.named_barrier import NamedBarrierFwd
 from flash_attn.cute.tile_scheduler import WorkTileInfo
 from flash_attn.cute.utils import AuxData
-from quack import copy_utils, layout_utils, sm90_utils
+from quack import layout_utils
 from quack.compile_utils import make_fake_tensor
 from quack.cute_dsl_utils import ParamsBase
 
-from xstage.attention.layout import HEAD_BITS
+from xstage.attention.layout import BLOCK_BITS, HEAD_BITS
 from xstage.device.meeting import FAILED, fake_words
 from xstage.device.stores import thread_anew
 
@@ -71,7 +67,7 @@ ENTERED, DONE = 0, 1
 class Tables(ParamsBase):
     """Everything the host made for a call, in the order in which `launch` passes it."""
 
-    tiles: cute.Tensor  # int32 [tiles, 1 + pieces], in the order of issue
+    tiles: cute.Tensor  # int32 [tiles], in the order of issue
     rows: cute.Tensor  # int64 [batch, sequence]: address of a row's first own head
     control: cute.Tensor  # int64 [CONTROL_WORDS]
     call: cute.Tensor  # int64 [PEERS + world]
@@ -79,32 +75,24 @@ class Tables(ParamsBase):
     lse_rows: Any = None  # int64 [batch, sequence], or None
 
 
-def section(tables: Tables) -> tuple[Int32, Int32]:
-    """(head, batch) of this CTA's tile."""
-    word = tables.tiles[cute.arch.block_idx()[0], 0]
-    return word & ((1 << HEAD_BITS) - 1), word >> HEAD_BITS
-
-
-def piece(tables: Tables, i: Any) -> Int32:
-    """Number of the i-th piece of this CTA's tile."""
-    return tables.tiles[cute.arch.block_idx()[0], 1 + i]
+def unpacked(tile: Int32) -> tuple[Int32, Int32, Int32]:
+    """(block, head, batch) of an entry of the tile table."""
+    return tile & ((1 << BLOCK_BITS) - 1), (tile >> BLOCK_BITS) & ((1 << HEAD_BITS) - 1), tile >> (BLOCK_BITS + HEAD_BITS)
 
 
 class TableScheduler:
-    """One tile per CTA, read from the tile table; its block is its first piece. That there is no second one is known when the kernel
-    is compiled.
-    """
+    """One tile per CTA, read from the tile table. That there is no second one is known when the kernel is compiled."""
 
-    def __init__(self, tile: tuple[Int32, Int32, Int32], *, loc: Any = None, ip: Any = None):
+    def __init__(self, tile: Int32, *, loc: Any = None, ip: Any = None):
         self._tile, self._first = tile, True
         self._loc, self._ip = loc, ip
 
     @staticmethod
     def create(tables: Tables, *, loc: Any = None, ip: Any = None) -> TableScheduler:
-        return TableScheduler((piece(tables, 0), *section(tables)), loc=loc, ip=ip)
+        return TableScheduler(tables.tiles[cute.arch.block_idx()[0]], loc=loc, ip=ip)
 
     def get_current_work(self, *, loc: Any = None, ip: Any = None) -> WorkTileInfo:
-        return WorkTileInfo((*self._tile, Int32(0)), self._first)
+        return WorkTileInfo((*unpacked(self._tile), Int32(0)), self._first)
 
     def initial_work_tile_info(self, *, loc: Any = None, ip: Any = None) -> WorkTileInfo:
         return self.get_current_work()
@@ -120,11 +108,10 @@ class TableScheduler:
         pass
 
     def __extract_mlir_values__(self) -> list[Any]:
-        return [value for number in self._tile for value in cutlass.extract_mlir_values(number)]
+        return list(cutlass.extract_mlir_values(self._tile))
 
     def __new_from_mlir_values__(self, values: list[Any]) -> TableScheduler:
-        block, head, batch = (cutlass.new_from_mlir_values(n, [value]) for n, value in zip(self._tile, values, strict=True))
-        return TableScheduler((block, head, batch), loc=self._loc)
+        return TableScheduler(cutlass.new_from_mlir_values(self._tile, values), loc=self._loc)
 
 
 class _GridOf:
@@ -142,16 +129,14 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
 
     Args (beyond the base class's):
         with_lse: also store each row's log-sum-exp (float32) through a second row table.
-        pieces: of a tile, equally long, from anywhere in the sequence; more than one for full attention only.
     """
 
-    tile_m: int
     # The base class assigns this in `__call__`; the rows of a tile have more than one destination, which one tensor map cannot say.
     use_tma_O = property(lambda self: False, lambda self, value: None)
 
-    def __init__(self, *args: Any, with_lse: bool, pieces: int, **options: Any):
+    def __init__(self, *args: Any, with_lse: bool, **options: Any):
         super().__init__(*args, **options)
-        self.with_lse, self.pieces, self.piece_rows = with_lse, pieces, self.tile_m // pieces
+        self.with_lse = with_lse
 
     def _get_shared_storage_cls(self) -> Any:
         fields = dict(FlashAttentionForwardSm90._get_shared_storage_cls(self)._annotations)
@@ -170,11 +155,6 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
     def kernel(self, *args: Any) -> _GridOf:
         *front, _, _, storage, aux_data, _ = args
         tables = Tables(*aux_data.tensors)
-        if self.pieces > 1:
-            # Queries are loaded piece by piece. `launch` gives them in the output's place too, and there the base class leaves them alone.
-            (_, _, _, q), box = front[:4], (self.piece_rows, self.tile_hdim)
-            shared = sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, box, None)
-            front[10], front[0] = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), q, shared, box)
         call = FlashAttentionForwardSm90.kernel(self, *front, tables, TableScheduler, storage, AuxData(), None)
         return _GridOf(call, tables.tiles)
 
@@ -183,33 +163,13 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
         self, mQ, mK, mV, sQ, sK, sV, tma_atom_Q, tma_atom_K, tma_atom_V, pipeline_k, pipeline_v, pipeline_q, gmem_tiled_copy_Q,
         mPageTable, blocksparse_tensors, block_info, SeqlenInfoCls, TileSchedulerCls,
     ):  # fmt: skip
-        thread, tables = cute.arch.thread_idx()[0], TileSchedulerCls.args[0]
-        pieces = [cute.local_tile(sQ, (self.piece_rows, self.tile_hdim), (i, 0)) for i in range(self.pieces)]
-        if thread >= 32 and thread < 64:  # warps 1 to 3 are idle in the base class
-            self._look_up(tables, self._addresses(pipeline_q), thread - 32, mQ.shape[0])
-        if const_expr(self.pieces > 1):
-            if thread >= 64 and thread < 96:
-                self._load_pieces(tables, mQ, pieces, tma_atom_Q, pipeline_q)
-        # For the base class a tile is its first piece. Its rows are all that it takes from `tile_m` here.
-        tile_rows, self.tile_m = self.tile_m, self.piece_rows
+        thread = cute.arch.thread_idx()[0]
+        if thread >= 32 and thread < 64:  # warp 1 has nothing to load
+            self._look_up(TileSchedulerCls.args[0], self._addresses(pipeline_q), thread - 32, mQ.shape[0])
         FlashAttentionForwardSm90.load(
-            self, mQ, mK, mV, pieces[0], sK, sV, tma_atom_Q, tma_atom_K, tma_atom_V, pipeline_k, pipeline_v, pipeline_q,
-            gmem_tiled_copy_Q, mPageTable, blocksparse_tensors, block_info, SeqlenInfoCls, TileSchedulerCls,
+            self, mQ, mK, mV, sQ, sK, sV, tma_atom_Q, tma_atom_K, tma_atom_V, pipeline_k, pipeline_v, pipeline_q, gmem_tiled_copy_Q,
+            mPageTable, blocksparse_tensors, block_info, SeqlenInfoCls, TileSchedulerCls,
         )  # fmt: skip
-        self.tile_m = tile_rows
-
-    @cute.jit
-    def _load_pieces(self, tables: Tables, mQ, pieces, tma_atom_Q, pipeline_q) -> None:
-        """Load the queries of all pieces but the first.
-
-        The barrier that counts their bytes may not yet have been told how many to expect. It cannot open before that: who tells it
-        also makes the one arrival that it waits for.
-        """
-        head, batch = section(tables)
-        for i in cutlass.range_constexpr(1, self.pieces):
-            source = cute.local_tile(mQ[None, None, head, batch], (self.piece_rows, self.tile_hdim), (piece(tables, i), 0))
-            load, _, _ = copy_utils.tma_get_copy_fn(tma_atom_Q, 0, cute.make_layout(1), source, pieces[i], single_stage=True)
-            load(tma_bar_ptr=pipeline_q.sync_object_full.get_barrier(0))
 
     def _addresses(self, pipeline_q: Any) -> cute.Tensor:
         """Where a tile's rows go, in shared memory: int64 [tile rows], then as many for log-sum-exps; 0 stands for "no store"."""
@@ -222,15 +182,12 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
 
         The arrival orders the writes before the readers that come there, and waits for nobody.
         """
-        head, batch = section(tables)
+        block, head, batch = unpacked(tables.tiles[cute.arch.block_idx()[0]])
         end = sequence
         if tables.control[FAILED] != 0:  # a meeting before this kernel gave up
             end = Int32(0)
         for i in cutlass.range_constexpr(self.tile_m // 32):
-            number, place = i * 32 // self.piece_rows, i * 32 % self.piece_rows + lane
-            if const_expr(self.piece_rows < 32):
-                number, place = number + lane // self.piece_rows, lane % self.piece_rows
-            row = piece(tables, number) * self.piece_rows + place
+            row = block * self.tile_m + i * 32 + lane
             address, lse_address = Int64(0), Int64(0)
             if row < end:
                 address = tables.rows[batch, row] + Int64(head) * (self.tile_hdimv * self.dtype.width // 8)
@@ -311,19 +268,19 @@ def tile_shape(head_dim: int, causal: bool) -> tuple[int, int]:
 
 
 @cache
-def compiled(dtype: str, head_dim: int, queries_per_kv: int, causal: bool, with_lse: bool = False, pieces: int = 1) -> Any:
+def compiled(dtype: str, head_dim: int, queries_per_kv: int, causal: bool, with_lse: bool = False) -> Any:
     """The attention kernel for a configuration, compiled once per process (a few seconds); `launch` calls it."""
     config = _tile_size_fwd_sm90(head_dim, head_dim, causal, False)
     element = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype]
     kernel = AttentionA2ASm90(
         element, head_dim, head_dim, queries_per_kv, is_causal=causal, is_local=False, pack_gqa=False, tile_m=config.m_block_size,
         tile_n=config.n_block_size, num_stages=2, num_threads=384, Q_in_regs=False, intra_wg_overlap=config.intra_wg_overlap,
-        mma_pv_is_rs=config.mma_pv_is_rs, with_lse=with_lse, pieces=pieces,
+        mma_pv_is_rs=config.mma_pv_is_rs, with_lse=with_lse,
     )  # fmt: skip
     batch, sequence, heads, kv_heads = (cute.sym_int() for _ in range(4))
     q = make_fake_tensor(element, (batch, sequence, heads, head_dim), divisibility=8)
     k, v = (make_fake_tensor(element, (batch, sequence, kv_heads, head_dim), divisibility=8) for _ in range(2))
-    tiles = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), 1 + pieces), stride=(1 + pieces, 1), assumed_align=4)
+    tiles = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(),), stride=(1,), assumed_align=4)
     rows = [
         cute.runtime.make_fake_tensor(Int64, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1), assumed_align=8)
         for _ in range(2 if with_lse else 1)

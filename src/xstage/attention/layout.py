@@ -4,19 +4,17 @@ Attention leaves [whole sequence, my heads] on a rank; the exchange makes [my se
 the whole sequence which rank owns it and which row of that rank's output it becomes: even and uneven shards, text tokens before or
 after image tokens, lengths that neither ranks nor tiles divide. `head_shards` does the same for heads.
 
-The kernel itself knows none of this. It follows two tables made here: `row_table` (an address per row) and `tile_table` (which rows
+The kernel itself knows none of this. It follows two tables made here: `row_table` (an address per row) and `tile_table` (which tile
 each CTA computes, in which order). The *order of destinations in time* is part of the design, because stores of one wave of tiles
 are one burst of the X-Stage (paper, section 4.3, equation 10: a burst should stay below the capacity Q, of which every SM has its share):
 
-* `split`: every tile is made of pieces that different ranks own, as many of each as the shares allow. No SM sends a whole tile at once,
-  and all waves are alike.
 * `plain`: FA4's own order, query blocks fastest. A wave may then go to one peer entirely.
 * `alternating`: the destinations of a head's blocks are spread evenly over its tiles, so every wave carries the same share.
 * `own_last`: as `alternating`, but each CTA's last tile stays on its own rank as far as earlier waves can take the peers' tiles
   without exceeding the capacity: the drain of the last burst is what a kernel's end cannot hide.
 * `remote_first`: all of a head's remote tiles, then its own; the counterexample of the studies.
 
-Causal attention has tiles of unequal length, whose mask needs consecutive rows: whole tiles, longest first, in every order.
+Causal attention has tiles of unequal length, which come longest first in every order.
 
 Not covered: rows that more than one rank owns (replicated text), schedules that change during a kernel.
 """
@@ -32,12 +30,11 @@ from numpy.typing import NDArray
 
 from xstage.errors import XStageError
 
-# The first word of a tile: head | batch << 10. Its other words are the numbers of its pieces.
-HEAD_BITS = 10
-ORDERS = ("split", "alternating", "plain", "own_last", "remote_first")
+# A tile is one non-negative int32: block | head << 13 | batch << 23.
+BLOCK_BITS, HEAD_BITS, BATCH_BITS = 13, 10, 8
+ORDERS = ("alternating", "plain", "own_last", "remote_first")
 # Low end of the knee of isolated, aligned bursts of 16-byte stores, 132 producers, two H200: what a wave may send at once.
 KNEE_BYTES_PER_SM = 24 * 1024
-PIECE_ROWS = (64, 32, 16)  # a warpgroup's rows of a tile, half of them, a warp's
 
 
 @dataclass(frozen=True)
@@ -202,21 +199,11 @@ def block_owner(layout: SequenceLayout, tile_rows: int) -> NDArray[np.int64]:
     return np.asarray(counts.argmax(1))
 
 
-def piece_rows(tile_rows: int, world: int) -> int:
-    """Rows of the pieces of a split tile: the most of which every rank can have equally many, or else the fewest."""
-    if world == 1:
-        return tile_rows
-    return next((rows for rows in PIECE_ROWS if tile_rows // rows % world == 0), PIECE_ROWS[-1])
-
-
 def tile_table(
     layout: SequenceLayout, rank: int, *, heads: int, batch: int, tile_rows: int, wave: int, order: str, causal: bool = False,
     capacity_tiles: int | None = None, heads_per_section: int = 1,
 ) -> NDArray[np.int32]:  # fmt: skip
-    """int32 [tiles, 1 + pieces]: the tiles of a rank in the order in which they are issued, one CTA each.
-
-    A tile is its head and batch, then its pieces: number p stands for rows p·n … p·n + n of the sequence, n = tile_rows / pieces, the part
-    of them that exists. There is one piece to a tile, but for `split`.
+    """int32 [tiles]: the tiles of a rank in the order in which they are issued, one CTA each.
 
     Args:
         rank: whose table this is. heads: query heads of that rank. tile_rows: query rows per tile.
@@ -226,41 +213,41 @@ def tile_table(
         heads_per_section: heads whose keys and values fit the L2 cache together (causal order).
 
     Raises:
-        XStageError: unknown order, or more heads than an entry can hold.
+        XStageError: unknown order, or more blocks, heads or batches than an entry can hold.
     """
     if order not in ORDERS:
         raise XStageError(f"order: {order!r} is not one of {', '.join(ORDERS)}")
-    if heads > 1 << HEAD_BITS:
-        raise XStageError(f"heads: {heads} heads of one rank; the limit is {1 << HEAD_BITS}")
-    sections = [head | b << HEAD_BITS for b in range(batch) for head in range(heads)]
+    blocks = -(-layout.sequence // tile_rows)
+    for name, value, bits in (("sequence", blocks, BLOCK_BITS), ("heads", heads, HEAD_BITS), ("batch", batch, BATCH_BITS)):
+        if value > 1 << bits:
+            raise XStageError(f"{name}: {value} {'query blocks' if name == 'sequence' else name}; the limit is {1 << bits}")
+    sections = [(b, h) for b in range(batch) for h in range(heads)]
     if causal:
-        blocks = -(-layout.sequence // tile_rows)
         groups = [sections[i : i + heads_per_section] for i in range(0, len(sections), heads_per_section)]
-        return np.asarray([(section, block) for group in groups for block in reversed(range(blocks)) for section in group], np.int32)
-    rows = piece_rows(tile_rows, layout.world) if order == "split" else tile_rows
-    owners = block_owner(layout, rows)
-    pieces = _head_order(owners, rank, layout.world, order)
-    per_tile = tile_rows // rows
-    pieces += [len(owners)] * (-len(pieces) % per_tile)  # none of their rows exists
-    tiles = [(section, *pieces[i : i + per_tile]) for section in sections for i in range(0, len(pieces), per_tile)]
+        return np.asarray([_entry(block, h, b) for group in groups for block in reversed(range(blocks)) for b, h in group], np.int32)
+    owners = block_owner(layout, tile_rows)
+    tiles = [_entry(block, h, b) for b, h in sections for block in _head_order(owners, rank, layout.world, order)]
     if order == "own_last" and len(tiles) > wave:
         tiles = _own_last(tiles, owners, rank, wave, wave if capacity_tiles is None else capacity_tiles)
     return np.asarray(tiles, np.int32)
 
 
-def unpack(table: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-    """(pieces [tiles, pieces], head, batch) of a tile table."""
-    return table[:, 1:], table[:, 0] & ((1 << HEAD_BITS) - 1), table[:, 0] >> HEAD_BITS
+def unpack(entry: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+    """(block, head, batch) of table entries."""
+    return entry & ((1 << BLOCK_BITS) - 1), (entry >> BLOCK_BITS) & ((1 << HEAD_BITS) - 1), entry >> (BLOCK_BITS + HEAD_BITS)
 
 
 def remote_rows(table: NDArray[np.int32], layout: SequenceLayout, rank: int, tile_rows: int, wave: int) -> list[NDArray[np.int64]]:
     """Per wave, the rows of each tile that leave the rank: what its CTA sends at once, all of them together if the wave ends together."""
-    pieces = unpack(table)[0]
-    rows = tile_rows // pieces.shape[1]
+    block = unpack(table)[0]
     before = np.concatenate([[0], np.cumsum(layout.owner != rank)])
-    first, last = (np.minimum((pieces + i) * rows, layout.sequence) for i in (0, 1))
-    away = (before[last] - before[first]).sum(1)
+    first, last = (np.minimum((block + i) * tile_rows, layout.sequence) for i in (0, 1))
+    away = before[last] - before[first]
     return [away[start : start + wave] for start in range(0, len(away), wave)]
+
+
+def _entry(block: int, head: int, batch: int) -> int:
+    return block | head << BLOCK_BITS | batch << (BLOCK_BITS + HEAD_BITS)
 
 
 def _head_order(owners: NDArray[np.int64], rank: int, world: int, order: str) -> list[int]:
@@ -279,11 +266,9 @@ def _head_order(owners: NDArray[np.int64], rank: int, world: int, order: str) ->
     return sorted(blocks, key=lambda b: keys[b])
 
 
-def _own_last(
-    tiles: list[tuple[int, ...]], owners: NDArray[np.int64], rank: int, ctas: int, capacity_tiles: int
-) -> list[tuple[int, ...]]:  # fmt: skip
-    remote = [t for t in tiles if owners[t[1]] != rank]
-    own = [t for t in tiles if owners[t[1]] == rank]
+def _own_last(tiles: list[int], owners: NDArray[np.int64], rank: int, ctas: int, capacity_tiles: int) -> list[int]:
+    remote = [t for t in tiles if owners[t & ((1 << BLOCK_BITS) - 1)] != rank]
+    own = [t for t in tiles if owners[t & ((1 << BLOCK_BITS) - 1)] == rank]
     body = len(tiles) - ctas
     # Remote tiles that the waves before the last can carry; what is left, or has no own tile to trade with, stays in the last.
     early = min(len(remote), body * capacity_tiles // ctas)
@@ -293,6 +278,6 @@ def _own_last(
     return head + remote[early:] + own[len(own) - tail_own :]
 
 
-def _merge(first: list[tuple[int, ...]], second: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _merge(first: list[int], second: list[int]) -> list[int]:
     keyed = [((i + 0.5) / len(part), side, tile) for side, part in enumerate((first, second)) for i, tile in enumerate(part)]
     return [tile for *_, tile in sorted(keyed)]

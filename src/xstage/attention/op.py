@@ -59,7 +59,7 @@ class Variant:
     """How the fused kernel runs. The defaults are for use, the others for measurement; all ranks must use the same.
 
     Attributes:
-        order: one of `layout.ORDERS`, or `auto`, which is `split`.
+        order: one of `layout.ORDERS`, or `auto`, which is `alternating`.
         stores: `owner`; `local` (every row into this rank's own memory: the control) or `remote` (every row to the next rank).
         entry: `auto`: the ranks meet before a call only where they must (`AttentionA2A._must_meet`); `always`.
         finish: `wait` (the call ends when the output is complete), `none` (the attention kernel alone, no meeting before
@@ -376,9 +376,7 @@ class AttentionA2A:
             if torch.cuda.is_current_stream_capturing():
                 raise XStageError("attend: call it once with these shapes before capturing a CUDA graph")
             plan = self._plans[call] = self._plan(call)
-        kernel = kernel_sm90.compiled(
-            str(self.dtype).removeprefix("torch."), self.head_dim, group, call.causal, call.return_lse, plan.tiles.shape[1] - 1
-        )
+        kernel = kernel_sm90.compiled(str(self.dtype).removeprefix("torch."), self.head_dim, group, call.causal, call.return_lse)
         turn = self._turn % self.buffers
         self._turn += 1
         q, k, v = (_aligned(x) for x in (q.detach(), k.detach(), v.detach()))
@@ -417,7 +415,7 @@ class AttentionA2A:
         kv_bytes = 2 * layout.sequence * self.head_dim * self.dtype.itemsize
         table = lay.tile_table(
             layout, self.rank, heads=heads, batch=batch, tile_rows=tile_rows, wave=sms,
-            order="split" if variant.order == "auto" else variant.order, causal=call.causal,
+            order="alternating" if variant.order == "auto" else variant.order, causal=call.causal,
             capacity_tiles=min(sms, sms * lay.KNEE_BYTES_PER_SM // tile_bytes),
             heads_per_section=1 << max(0, (_L2_BYTES // kv_bytes).bit_length() - 1),
         )  # fmt: skip

@@ -15,13 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from xstage.attention.layout import SequenceLayout
 from xstage.burst_gap import knee_bytes_per_producer
 from xstage.calibration.fit import held_out
 from xstage.errors import XStageError
 from xstage.platform import METHODS, KiB, MiB, Platform, load_platform
 from xstage.predict import predict, text
-from xstage.simulate.attention import predict_residual
 from xstage.studies.tables import TABLES as SIMULATED
 from xstage.studies.tables import grid
 
@@ -183,44 +181,27 @@ def _attention_table(results: Path) -> str:
         us = {name: f"{t['slowest_ns'] / 1e3:.1f}" for group in (baseline, residual) for name, t in group.items()}
         rows.append([
             f"{r['heads']}, {r['sequence']:,}", *(us[n] for n in ("fa4", "local", "stores", "fused", "push_graph", "nccl_graph", "nccl")),
-            f"{d['residual_ns'] / 1e3:.1f} ({d['residual_share']:.1%})", f"{_predicted_ns(r) / 1e3:.1f}",
+            f"{d['residual_ns'] / 1e3:.1f} ({d['residual_share']:.1%})", f"{r['predicted_residual_ns']['alternating'] / 1e3:.1f}",
             f"{d['readiness_ns'] / 1e3:.1f}", f"{d['kernel_over_fa4_ns'] / 1e3 / float(us['fa4']):.2%}",
             f"{d['speedup_strongest']:.2f}×", f"{d['speedup_paper_baseline']:.2f}×",
         ])  # fmt: skip
     head = ["H, M", "FA4 alone", "local stores", "stores", "fused", "push, graph", "NCCL, graph", "NCCL, eager", "E_res", "predicted",
             "readiness", "local over FA4", "over strongest serial", "over eager serial"]  # fmt: skip
-    tiles = (
-        "split tiles" if all("split" in r["predicted_residual_ns"] for r in content["rows"]) else "whole tiles, destinations alternating"
-    )
     said = "µs per call, slowest rank, medians; H heads per GPU, head dim 128, bf16, full attention"
-    return grid(head, rows) + f"\n\n{said}, {tiles}; `results/h200x2/attention.json`."
-
-
-def _predicted_ns(row: dict[str, Any]) -> float:
-    """Of the order that `auto` stood for when the row was measured."""
-    predicted = row["predicted_residual_ns"]
-    return float(predicted.get("split", predicted["alternating"]))
+    return grid(head, rows) + f"\n\n{said}; `results/h200x2/attention.json`."
 
 
 def _attention_split_table(results: Path) -> str:
-    path = results / "h200x2" / "attention-split.json"
-    measured = {(r["heads"], r["sequence"]): r for r in _read(path)["rows"]} if path.exists() else {}
-    shapes = list(measured) or [(h, m) for m in (4096, 8192, 16384, 32768) for h in (4, 12)]
-    columns = ("fa4", "local", "stores", "fused", "local_whole", "stores_whole", "fused_whole")
     rows = []
-    for heads, sequence in shapes:
-        r = measured.get((heads, sequence))
-        times = [f"{r['groups']['forms'][n]['slowest_ns'] / 1e3:.1f}" if r else "–" for n in columns]
-        residuals = []
-        for order, form in (("split", "split"), ("alternating", "whole")):
-            predicted = predict_residual(heads, SequenceLayout.even(sequence, 2), order, load_platform("h200-nvlink4"))[1]
-            found = f"{r['derived'][f'residual_{form}_ns'] / 1e3:.1f}" if r else "–"
-            residuals.append(f"{found} ({predicted / 1e3:.1f})")
-        rows.append([f"{heads}, {sequence:,}", *times, *residuals])
-    head = ["H, M", "FA4 alone", "split, local", "split, stores", "split, fused", "whole, local", "whole, stores", "whole, fused",
-            "E_res, split", "E_res, whole"]  # fmt: skip
-    where = "`results/h200x2/attention-split.json`" if measured else "not measured yet"
-    return grid(head, rows) + f"\n\nµs per call, slowest rank, medians ({where}); in brackets: predicted from `h200-nvlink4`."
+    for r in _read(results / "h200x2" / "attention-split.json")["rows"]:
+        t, d, p = r["groups"]["forms"], r["derived"], r["predicted_residual_ns"]
+        over = [f"{t[n]['slowest_ns'] / t['fa4']['slowest_ns'] - 1:.2%}" for n in ("local", "local_whole")]
+        residuals = [
+            f"{d[f'residual_{form}_ns'] / 1e3:.1f} ({p[order] / 1e3:.1f})" for form, order in (("split", "split"), ("whole", "alternating"))
+        ]
+        rows.append([f"{r['heads']}, {r['sequence']:,}", f"{t['fa4']['slowest_ns'] / 1e3:.1f}", *over, *residuals])
+    head = ["H, M", "FA4 alone", "split, local over FA4", "whole, local over FA4", "E_res, split", "E_res, whole"]
+    return grid(head, rows) + "\n\nµs per call, slowest rank, medians (`results/h200x2/attention-split.json`); in brackets: predicted."
 
 
 def _attention_forms_table(results: Path) -> str:
@@ -261,7 +242,7 @@ def _attention_models_table(results: Path) -> str:
 def _attention_orders_table(results: Path) -> str:
     rows = []
     measured = _read(results / "h200x2" / "attention.json")["rows"]
-    orders = [o for o in ("split", "plain", "alternating", "own_last") if all(f"residual_{o}_ns" in r["derived"] for r in measured)]
+    orders = ("plain", "alternating", "own_last")
     for r in measured:
         d, p = r["derived"], r["predicted_residual_ns"]
         cells = [f"{d[f'residual_{o}_ns'] / 1e3:.1f} ({p[o] / 1e3:.1f})" for o in orders]

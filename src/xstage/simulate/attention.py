@@ -9,7 +9,7 @@ of the last wave. The completion-coupled counterfactual pays V/R in every wave.
 `simulate_attention` has one capacity for all SMs. `predict_residual` has the tile table of the kernel that runs here, and each SM its own
 share of the capacity, as it was measured: no events, only the two bounds.
 
-Covered: persistent CTAs or waves (equal tiles make them the same), destinations in plain or alternating order or split, local blocks,
+Covered: persistent CTAs or waves (equal tiles make them the same), destinations in plain or alternating order, local blocks,
 capacity of a full wave, shared drain, issuing by the math warps or by an own role, one barrier at the end as a given time.
 Not covered: causal masks and variable lengths, clocks and power (the paper's own band is ±2%), skew between ranks, the All-to-All
 in front of attention, misses of address translation.
@@ -32,7 +32,7 @@ from xstage.simulate.engine import Floats, Link, Timeline, run_order
 from xstage.simulate.mega_moe import DUPLEX
 from xstage.tile_order import NO_LAG, TileOrder
 
-DESTINATIONS = ("plain", "alternating", "split")
+DESTINATIONS = ("plain", "alternating")
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,7 @@ class AttentionWorkload:
         tokens: M, whole sequence. heads: per rank. attention_ns: time of attention alone. head_dim, out_bytes: d, bytes per element.
         tile_m: query rows of an output tile. tiles_per_cta: output tiles that a CTA finishes together (2 in FlashAttention-4).
         ranks: P. roles: who stores (see `engine.ROLES`). destinations: `plain` (query blocks fastest: whole runs of blocks for one
-        rank), `alternating` (block by block) or `split` (a part of every block for each). barrier_ns: added at the end.
-        sms: of the GPU that ran it, None for the platform's.
+        rank) or `alternating` (block by block). barrier_ns: added at the end. sms: of the GPU that ran it, None for the platform's.
     """
 
     tokens: int
@@ -131,8 +130,6 @@ def simulate_attention(
         latency_ns=m.latency_ns,
     )
     sent = np.where(local, 0.0, amount) if w.ranks > 1 else np.zeros(tiles)
-    if w.destinations == "split":
-        sent = np.full(tiles, amount * (w.ranks - 1) / w.ranks)
 
     def run(where: Link, stores: Floats, coupled: bool) -> Timeline:
         return run_order(order, sms, where, 0.0, qloop, stores, floor, roles=w.roles, slots=2, completion_coupled=coupled, trace=trace)

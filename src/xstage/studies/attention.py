@@ -10,9 +10,8 @@ groups, their questions, and the columns that answer them:
   its output is complete) over `stores`.
 * `baseline`. `fused` against the paper's serial baseline (`nccl`: eager, with permutations), the same in a graph (`nccl_graph`), and the
   copy-engine push in a graph, after FA4 (`push_graph`) and after other attention kernels that this machine has (`push_cudnn`, `push_fa3`).
-* `forms`. Tiles split between destinations, the default (`local`, `stores`, `fused`), against whole tiles whose destinations
-  alternate (`local_whole`, `stores_whole`, `fused_whole`), and the last meeting launched after the attention kernel (`fused_after`).
-* `order`. What the order and the share of remote destinations do to the residual (`alternating`, `plain`, `own_last`, `remote`), and
+* `forms`. When the last meeting is launched (`fused`, `fused_after`).
+* `order`. What the order and the share of remote destinations do to the residual (`plain`, `own_last`, `remote`), and
   what a meeting before the call costs, which the first call of a graph makes (`met`).
 * `dit`. Residual, readiness and all serial baselines in one group, for shapes whose calls are long.
 
@@ -74,10 +73,6 @@ DIT = (
 FUSED = {
     "local": Variant(stores="local", finish="none"),
     "stores": Variant(finish="none"),
-    "local_whole": Variant(order="alternating", stores="local", finish="none"),
-    "stores_whole": Variant(order="alternating", finish="none"),
-    "fused_whole": Variant(order="alternating"),
-    "alternating": Variant(order="alternating", finish="none"),
     "plain": Variant(order="plain", finish="none"),
     "own_last": Variant(order="own_last", finish="none"),
     "remote": Variant(stores="remote", finish="none"),
@@ -89,11 +84,11 @@ SERIAL = ("nccl", "nccl_graph", "push_graph", *(f"push_{name}" for name in seria
 GROUPS = {
     "residual": ("fa4", "local", "stores", "fused"),
     "baseline": ("fa4", "fused", *SERIAL),
-    "forms": ("fa4", "local", "stores", "fused", "local_whole", "stores_whole", "fused_whole", "fused_after"),
+    "forms": ("fa4", "local", "stores", "fused", "fused_after"),
     "dit": ("fa4", "local", "stores", "fused", *SERIAL[1:]),
-    "order": ("local", "stores", "alternating", "plain", "own_last", "remote", "met", "fused"),
+    "order": ("local", "stores", "plain", "own_last", "remote", "met", "fused"),
 }
-PREDICTED = ("split", "alternating", "plain", "own_last")
+PREDICTED = ("alternating", "plain", "own_last")
 
 
 def derived(times: dict[str, dict[str, timing.Times]]) -> dict[str, float]:
@@ -103,12 +98,8 @@ def derived(times: dict[str, dict[str, timing.Times]]) -> dict[str, float]:
     for name, group, top, bottom in (
         ("residual_ns", "residual", "stores", "local"), ("residual_over_fa4_ns", "residual", "stores", "fa4"),
         ("readiness_ns", "residual", "fused", "stores"), ("kernel_over_fa4_ns", "residual", "local", "fa4"),
-        ("residual_split_ns", "order", "stores", "local"), ("residual_split_ns", "forms", "stores", "local"),
-        ("residual_whole_ns", "forms", "stores_whole", "local_whole"),
-        ("kernel_split_over_fa4_ns", "forms", "local", "fa4"), ("kernel_whole_over_fa4_ns", "forms", "local_whole", "fa4"),
         ("readiness_ahead_ns", "forms", "fused", "stores"), ("readiness_after_ns", "forms", "fused_after", "stores"),
-        ("readiness_whole_ns", "forms", "fused_whole", "stores_whole"),
-        ("residual_alternating_ns", "order", "alternating", "local"), ("residual_plain_ns", "order", "plain", "local"),
+        ("residual_alternating_ns", "order", "stores", "local"), ("residual_plain_ns", "order", "plain", "local"),
         ("residual_own_last_ns", "order", "own_last", "local"), ("residual_remote_ns", "order", "remote", "local"),
         ("meeting_ns", "order", "met", "fused"),
     ):  # fmt: skip
