@@ -83,6 +83,45 @@ def test_following_the_tables_is_the_exchange(layout, order, causal, batch, data
         assert (rest == -1).all()
 
 
+@given(layouts(), st.sampled_from([64, 128, 192]))
+def test_tiles_clipped_to_the_segments_are_the_exchange(layout: SequenceLayout, tile_rows: int) -> None:
+    """What the copy engine does with a tensor map per segment: of a tile, each gets the rows it has, at the tile's place less its own."""
+    stored = np.zeros(layout.sequence, np.int64)
+    for first in range(0, layout.sequence, tile_rows):
+        begin = 0
+        for s in layout.segments:
+            if first < begin + s.rows and first + tile_rows > begin:
+                for place in range(max(first - begin, 0), min(first - begin + tile_rows, s.rows)):
+                    row = begin + place
+                    assert (layout.owner[row], layout.local_row[row]) == (s.rank, s.local_start + place)
+                    stored[row] += 1
+            begin += s.rows
+    assert (stored == 1).all()
+
+
+@given(st.integers(1, 8), st.integers(0, 7), st.integers(1, 3), st.integers(1, 2), st.sampled_from(["plain", "alternating"]))
+def test_tiles_of_even_shards_need_no_table(world: int, rank: int, heads: int, batch: int, order: str) -> None:
+    layout, rank = SequenceLayout.even(world * 128 * 5, world), rank % world
+    common = {"rank": rank, "heads": heads, "batch": batch}
+    table = lay.tile_table(layout, tile_rows=128, wave=132, order=order, **common)
+    runs, first = lay.turns(table, world=world, **common)
+    assert runs == (world if order == "alternating" else 1)
+    block, head, entry_batch = lay.unpack(table)
+    i = np.arange(len(table)) % (world * 5)
+    assert (block == (i + first) % runs * (world * 5 // runs) + i // runs).all()
+    assert (head == np.arange(len(table)) // (world * 5) % heads).all()
+    assert (entry_batch == np.arange(len(table)) // (world * 5) // heads).all()
+
+
+def test_other_tables_are_read() -> None:
+    for layout, order in ((SequenceLayout.shards([640, 128]), "alternating"), (SequenceLayout.even(768, 2), "remote_first")):
+        table = lay.tile_table(layout, 0, heads=2, batch=1, tile_rows=128, wave=132, order=order)
+        assert lay.turns(table, 0, world=2, heads=2, batch=1) == (0, 0)
+    # Lengths that tiles do not divide are no obstacle while every rank has as many blocks.
+    table = lay.tile_table(SequenceLayout.even(7145, 2), 1, heads=2, batch=1, tile_rows=128, wave=132, order="alternating")
+    assert lay.turns(table, 1, world=2, heads=2, batch=1) == (2, 0)
+
+
 def test_plain_order_is_the_one_of_the_base_kernel() -> None:
     table = lay.tile_table(SequenceLayout.even(512, 2), 0, heads=2, batch=2, tile_rows=128, wave=132, order="plain")
     block, head, batch = lay.unpack(table)

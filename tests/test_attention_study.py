@@ -88,8 +88,10 @@ def test_derived_answers() -> None:
     everything = study.derived({"dit": {**residual, "nccl_graph": at(1300), "push_graph": at(1200), "push_cudnn": at(1144)}})
     assert everything["residual_ns"] == answers["residual_ns"]
     assert everything["speedup_strongest"] == 1.1
-    forms = study.derived({"forms": {**residual, "fused_after": at(1041)}})
-    assert (forms["readiness_ahead_ns"], forms["readiness_after_ns"]) == (10, 11)
+    forms = study.derived({"forms": {**residual, "local_threads": at(1012), "stores_threads": at(1042), "local_table": at(1013)}})
+    assert [forms[f"residual_{form}_ns"] for form in ("engine", "threads")] == [20, 30]
+    assert [forms[f"kernel_{form}_over_fa4_ns"] for form in study.FORMS] == [10, 12, 13]
+    assert forms["readiness_engine_ns"] == 10
 
     rows = [{"heads": 4, "sequence": 8192, "derived": answers}, {"heads": 12, "sequence": 32768, "derived": {"residual_share": 0.01}}]
     figures = {key: entry["value"] for key, entry in study.headline(rows).items()}
@@ -120,10 +122,13 @@ def test_prediction_of_the_orders() -> None:
     """The last wave's drain is the least that an order can cost; waves that one rank gets entirely cost more than mixed ones."""
     known = load_platform("h200-nvlink4")
     for heads, sequence in ((4, 8192), (12, 16384), (12, 32768)):
-        predicted = {order: predict_residual(heads, SequenceLayout.even(sequence, 2), order, known)[1] for order in study.PREDICTED}
+        layout = SequenceLayout.even(sequence, 2)
+        predicted = {name: predict_residual(heads, layout, platform=known, **options)[1] for name, options in study.PREDICTED.items()}
         last_wave = (heads * sequence // 128 - 1) % known.sms + 1
         drain = last_wave * 16 * KiB / float(known.method("st_global").drain_rate(last_wave))
-        assert drain < predicted["alternating"] < predicted["plain"]
+        assert predicted["tail"] == pytest.approx(drain, rel=0.01)
+        assert predicted["tail"] < predicted["alternating"] < predicted["plain"]
+        assert predicted["alternating"] < predicted["engine"]  # whose source is free later
 
 
 def test_study_refuses_a_machine_without_peers(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -237,6 +238,23 @@ def unpack(entry: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int3
     return entry & ((1 << BLOCK_BITS) - 1), (entry >> BLOCK_BITS) & ((1 << HEAD_BITS) - 1), entry >> (BLOCK_BITS + HEAD_BITS)
 
 
+def turns(table: NDArray[np.int32], rank: int, *, world: int, heads: int, batch: int) -> tuple[int, int]:
+    """(runs, first) if the tile table of `rank` need not be read, else (0, 0).
+
+    Then the i-th of a head's n blocks in time is block `(i + first) % runs * (n / runs) + i // runs`: `runs` runs of the sequence take
+    turns. A CTA can compute that from its index; even shards have such an order, `plain` (one run) and `alternating` (one per rank).
+    """
+    blocks = len(table) // (heads * batch)
+    section = np.arange(heads * batch)[:, None]
+    i = np.arange(blocks)
+    for runs, first in ((1, 0), (world, (rank + 1) % world)):
+        if blocks % runs == 0:
+            block = (i + first) % runs * (blocks // runs) + i // runs
+            if np.array_equal(table, _entry(block, section % heads, section // heads).reshape(-1)):
+                return runs, first
+    return 0, 0
+
+
 def remote_rows(table: NDArray[np.int32], layout: SequenceLayout, rank: int, tile_rows: int, wave: int) -> list[NDArray[np.int64]]:
     """Per wave, the rows of each tile that leave the rank: what its CTA sends at once, all of them together if the wave ends together."""
     block = unpack(table)[0]
@@ -246,7 +264,7 @@ def remote_rows(table: NDArray[np.int32], layout: SequenceLayout, rank: int, til
     return [away[start : start + wave] for start in range(0, len(away), wave)]
 
 
-def _entry(block: int, head: int, batch: int) -> int:
+def _entry(block: Any, head: Any, batch: Any) -> Any:
     return block | head << BLOCK_BITS | batch << (BLOCK_BITS + HEAD_BITS)
 
 

@@ -192,15 +192,18 @@ def _attention_table(results: Path) -> str:
 
 
 def _attention_split_table(results: Path) -> str:
-    rows = []
-    for r in _read(results / "h200x2" / "attention-split.json")["rows"]:
+    content = _read(results / "h200x2" / "attention-split.json")
+    sms, rows = load_platform("h200-nvlink4").sms, []
+    for r in content["rows"]:
         t, d, p = r["groups"]["forms"], r["derived"], r["predicted_residual_ns"]
-        over = [f"{t[n]['slowest_ns'] / t['fa4']['slowest_ns'] - 1:.2%}" for n in ("local", "local_whole")]
-        residuals = [
-            f"{d[f'residual_{form}_ns'] / 1e3:.1f} ({p[order] / 1e3:.1f})" for form, order in (("split", "split"), ("whole", "alternating"))
-        ]
-        rows.append([f"{r['heads']}, {r['sequence']:,}", f"{t['fa4']['slowest_ns'] / 1e3:.1f}", *over, *residuals])
-    head = ["H, M", "FA4 alone", "split, local over FA4", "whole, local over FA4", "E_res, split", "E_res, whole"]
+        fa4_ns, tiles = t["fa4"]["slowest_ns"], r["heads"] * r["sequence"] / 128 / sms
+        over = [f"{t[n]['slowest_ns'] / fa4_ns - 1:.2%}" for n in ("local", "local_whole")]
+        residual = {form: d[f"residual_{form}_ns"] for form in ("split", "whole")}
+        found = [f"{residual[form] / 1e3:.1f} ({p[order] / 1e3:.1f})" for form, order in (("split", "split"), ("whole", "alternating"))]
+        per_tile, shares = [f"{ns / 1e3 / tiles:.1f}" for ns in residual.values()], [f"{ns / fa4_ns:.1%}" for ns in residual.values()]
+        rows.append([f"{r['heads']}, {r['sequence']:,}", f"{fa4_ns / 1e3:.1f}", f"{tiles:.1f}", *over, *found, *per_tile, *shares])
+    head = ["H, M", "FA4 alone", "tiles per SM", "split, local over FA4", "whole, local over FA4", "E_res, split", "E_res, whole",
+            "per tile of an SM, split", "whole", "of FA4's time, split", "whole"]  # fmt: skip
     return grid(head, rows) + "\n\nµs per call, slowest rank, medians (`results/h200x2/attention-split.json`); in brackets: predicted."
 
 
@@ -219,6 +222,25 @@ def _attention_forms_table(results: Path) -> str:
     head = ["H, M", "FA4 alone", "warp, local", "warp", "thread, local", "thread", "E_res, warp", "E_res, thread", "local over FA4, warp",
             "local over FA4, thread", "readiness, after", "readiness, ahead"]  # fmt: skip
     return grid(head, rows) + "\n\nµs per call, slowest rank, medians; `results/h200x2/attention-forms.json`."
+
+
+def _attention_stores_table(results: Path) -> str:
+    path = results / "h200x2" / "attention-stores.json"
+    if not path.exists():
+        return "Not measured yet."
+    rows = []
+    for r in _read(path)["rows"]:
+        t, d, p = r["groups"]["forms"], r["derived"], r["predicted_residual_ns"]
+        columns = ("fa4", "local", "stores", "fused", "local_threads", "stores_threads", "fused_threads")
+        us = [f"{t[n]['slowest_ns'] / 1e3:.1f}" for n in columns]
+        residuals = [f"{d[f'residual_{form}_ns'] / 1e3:.1f}" for form in ("engine", "table", "threads")]
+        shares = [f"{d[f'kernel_{form}_over_fa4_ns'] / t['fa4']['slowest_ns']:.2%}" for form in ("engine", "table", "threads")]
+        bounds = [f"{p[n] / 1e3:.1f}" for n in ("tail", "engine", "alternating")]
+        rows.append([f"{r['heads']}, {r['sequence']:,}", *us, *residuals, *bounds, *shares])
+    head = ["H, M", "FA4 alone", "engine, local", "engine, stores", "engine, fused", "threads, local", "threads, stores", "threads, fused",
+            "E_res, engine", "E_res, engine, table read", "E_res, threads", "the last drain, predicted", "with stalls, engine",
+            "with stalls, threads", "local over FA4, engine", "engine, table read", "threads"]  # fmt: skip
+    return grid(head, rows) + "\n\nµs per call, slowest rank, medians; `results/h200x2/attention-stores.json`."
 
 
 def _attention_models_table(results: Path) -> str:
@@ -308,6 +330,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "attention-orders": _attention_orders_table,
     "attention-split": _attention_split_table,
     "attention-forms": _attention_forms_table,
+    "attention-stores": _attention_stores_table,
     "attention-models": _attention_models_table,
     "attention-designs": _attention_designs_table,
     "moe": _moe_table,

@@ -10,9 +10,11 @@ groups, their questions, and the columns that answer them:
   its output is complete) over `stores`.
 * `baseline`. `fused` against the paper's serial baseline (`nccl`: eager, with permutations), the same in a graph (`nccl_graph`), and the
   copy-engine push in a graph, after FA4 (`push_graph`) and after other attention kernels that this machine has (`push_cudnn`, `push_fa3`).
-* `forms`. When the last meeting is launched (`fused`, `fused_after`).
-* `order`. What the order and the share of remote destinations do to the residual (`plain`, `own_last`, `remote`), and
-  what a meeting before the call costs, which the first call of a graph makes (`met`).
+* `forms`. Stores by the copy engine, the default (`local`, `stores`, `fused`), against stores by threads (`…_threads`); and the default
+  with the tile read from a table at a CTA's start (`…_table`).
+* `order`. What the order and the share of remote destinations do to the residual (`stores_table`, which alternates, `plain`, `own_last`,
+  `remote`; all read the tile table, which some orders need), and what a meeting before the call costs, which the first call of a graph
+  makes (`met`).
 * `dit`. Residual, readiness and all serial baselines in one group, for shapes whose calls are long.
 
 A row takes `ROW_S` at most where that can be had by fewer rounds, never less than 5.
@@ -73,22 +75,32 @@ DIT = (
 FUSED = {
     "local": Variant(stores="local", finish="none"),
     "stores": Variant(finish="none"),
-    "plain": Variant(order="plain", finish="none"),
-    "own_last": Variant(order="own_last", finish="none"),
-    "remote": Variant(stores="remote", finish="none"),
-    "met": Variant(entry="always"),
     "fused": Variant(),
-    "fused_after": Variant(last="after"),
+    "local_threads": Variant(stores="local", finish="none", method="st_global"),
+    "stores_threads": Variant(finish="none", method="st_global"),
+    "fused_threads": Variant(method="st_global"),
+    "local_table": Variant(stores="local", finish="none", start="table"),
+    "stores_table": Variant(finish="none", start="table"),
+    "plain": Variant(order="plain", finish="none", start="table"),
+    "own_last": Variant(order="own_last", finish="none", start="table"),
+    "remote": Variant(stores="remote", finish="none", start="table"),
+    "met": Variant(entry="always"),
 }
 SERIAL = ("nccl", "nccl_graph", "push_graph", *(f"push_{name}" for name in serial.OTHERS))
 GROUPS = {
     "residual": ("fa4", "local", "stores", "fused"),
     "baseline": ("fa4", "fused", *SERIAL),
-    "forms": ("fa4", "local", "stores", "fused", "fused_after"),
+    "forms": ("fa4", "local", "stores", "fused", "local_threads", "stores_threads", "fused_threads", "local_table", "stores_table"),
     "dit": ("fa4", "local", "stores", "fused", *SERIAL[1:]),
-    "order": ("local", "stores", "plain", "own_last", "remote", "met", "fused"),
+    "order": ("local_table", "stores_table", "plain", "own_last", "remote", "met", "fused"),
 }
-PREDICTED = ("alternating", "plain", "own_last")
+FORMS = {"engine": "", "threads": "_threads", "table": "_table"}  # of the group `forms`, and the suffix of their variants
+# Stores by threads in each order; alternating, stores by the copy engine, and the drain of the last burst alone.
+PREDICTED: dict[str, dict[str, Any]] = {
+    **{order: {"order": order} for order in ("alternating", "plain", "own_last")},
+    "engine": {"order": "alternating", "method": "bulk"},
+    "tail": {"order": "alternating", "stalls": False},
+}
 
 
 def derived(times: dict[str, dict[str, timing.Times]]) -> dict[str, float]:
@@ -98,9 +110,11 @@ def derived(times: dict[str, dict[str, timing.Times]]) -> dict[str, float]:
     for name, group, top, bottom in (
         ("residual_ns", "residual", "stores", "local"), ("residual_over_fa4_ns", "residual", "stores", "fa4"),
         ("readiness_ns", "residual", "fused", "stores"), ("kernel_over_fa4_ns", "residual", "local", "fa4"),
-        ("readiness_ahead_ns", "forms", "fused", "stores"), ("readiness_after_ns", "forms", "fused_after", "stores"),
-        ("residual_alternating_ns", "order", "stores", "local"), ("residual_plain_ns", "order", "plain", "local"),
-        ("residual_own_last_ns", "order", "own_last", "local"), ("residual_remote_ns", "order", "remote", "local"),
+        *((f"residual_{form}_ns", "forms", f"stores{suffix}", f"local{suffix}") for form, suffix in FORMS.items()),
+        *((f"kernel_{form}_over_fa4_ns", "forms", f"local{suffix}", "fa4") for form, suffix in FORMS.items()),
+        *((f"readiness_{form}_ns", "forms", f"fused{suffix}", f"stores{suffix}") for form, suffix in FORMS.items()),
+        ("residual_alternating_ns", "order", "stores_table", "local_table"), ("residual_plain_ns", "order", "plain", "local_table"),
+        ("residual_own_last_ns", "order", "own_last", "local_table"), ("residual_remote_ns", "order", "remote", "local_table"),
         ("meeting_ns", "order", "met", "fused"),
     ):  # fmt: skip
         t = times.get(group, {})
@@ -271,11 +285,11 @@ def _row(shape: Shape, groups: Sequence[str], rounds: int, pause_s: float, platf
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         tile_rows, _ = tile_shape(shape.head_dim, False)
         if platform is not None:
-            for order in PREDICTED:
+            for name, options in PREDICTED.items():
                 waves, residual_ns = predict_residual(
-                    shape.heads, layout, order, platform, rank=rank, row_bytes=2 * shape.head_dim, tile_rows=tile_rows, sms=sms
+                    shape.heads, layout, platform=platform, rank=rank, row_bytes=2 * shape.head_dim, tile_rows=tile_rows, sms=sms, **options
                 )
-                row["remote_rows"][order], row["predicted_residual_ns"][order] = waves, round(residual_ns, 1)
+                row["remote_rows"][options["order"]], row["predicted_residual_ns"][name] = waves, round(residual_ns, 1)
         del timed
         return row
 
