@@ -164,6 +164,7 @@ def poison(moe: Any) -> None:
         exchange.tile_end,
         exchange.work1,
         exchange.work2,
+        exchange.reach,
         exchange.ready,
         exchange.row_weight,
         exchange.row_slot,

@@ -80,8 +80,8 @@ def check_layout(layout: BufferLayout, intermediate: int) -> None:
             raise XStageError(f"{name}: {value}{unit} exceed the kernels' limit of {limit}")
 
 
-def scratch_shapes(layout: BufferLayout, intermediate: int, merged: bool = False) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """dtype and shape of everything that an `Exchange` keeps in its rank's own memory, beside the buffer. merged: one list of work."""
+def scratch_shapes(layout: BufferLayout, intermediate: int, fused: bool = False) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """dtype and shape of what an `Exchange` keeps in its rank's own memory beside the buffer. fused: for both GEMMs in one kernel."""
     tiles = layout.rows // TILE_ROWS
     first, second = 2 * intermediate // TILE_COLUMNS, layout.hidden // TILE_COLUMNS
     return {
@@ -92,9 +92,10 @@ def scratch_shapes(layout: BufferLayout, intermediate: int, merged: bool = False
         "tile_end": ("int32", (tiles,)),
         "expert_counts": ("int32", (layout.experts_per_rank,)),
         "totals": ("int32", (4,)),
-        "work1": ("int32", (tiles * (first + second if merged else first),)),
-        "work2": ("int32", (1 if merged else tiles * second,)),
-        "ready": ("int32", (tiles if merged else 1,)),
+        "work1": ("int32", (tiles * first,)),
+        "work2": ("int32", (tiles * second,)),
+        "reach": ("int32", (tiles * second // 2 if fused else 1,)),
+        "ready": ("int32", (tiles if fused else 1,)),
         "scales": ("float32", (layout.hidden // 128, layout.rows)),
         "row_weight": ("float32", (layout.rows,)),
         "row_slot": ("int64", (layout.rows,)),
@@ -102,9 +103,9 @@ def scratch_shapes(layout: BufferLayout, intermediate: int, merged: bool = False
     }
 
 
-def scratch_bytes(layout: BufferLayout, intermediate: int, merged: bool = False) -> int:
+def scratch_bytes(layout: BufferLayout, intermediate: int, fused: bool = False) -> int:
     """Bytes of `scratch_shapes`; `layout.size_bytes` are those of the buffer."""
-    return sum(ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in scratch_shapes(layout, intermediate, merged).values())
+    return sum(ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in scratch_shapes(layout, intermediate, fused).values())
 
 
 class Exchange:
@@ -113,14 +114,14 @@ class Exchange:
     Args:
         layout: fp8, tile 128. intermediate: columns of gate, and of up. group: whose ranks hold the experts, in rank order.
         device: this rank's GPU. timeout_s: bound of every wait. tag: names the object in errors; the same on every rank, and its own.
-        order: of one list of work for both GEMMs (None: a list for each).
+        order: of both GEMMs in one kernel (None: one after the other).
 
     Attributes, for the GEMMs; of a call's own size only where `totals` says so, valid from `dispatch` to `combine` on the stream:
         activations: uint8 (e4m3) [rows, hidden]. scales: float32 [hidden / 128, rows], m-major, 0 in padding rows.
         tile_expert: int32 [rows / 128]: local expert of a tile. tile_end: int32 [rows / 128]: end of that expert's real rows.
-        work1, work2: int32 words of the entries for 2 · intermediate and for hidden columns (`xstage.moe.work_table`); with an order
-            `work1` has both. ready: int32 [rows / 128], zeros when `dispatch` has passed, with an order. control, call: words of
-            `xstage.device.meeting`.
+        work1, work2: int32 words of the entries for 2 · intermediate and for hidden columns (`xstage.moe.work_table`).
+            With an order, reach: int32 [entries of work2]; ready: int32 [rows / 128], zeros when `dispatch` has passed.
+        control, call: words of `xstage.device.meeting`.
         totals: int32 [4]: entries of work1, entries of work2, tiles, rows with padding. All 0 once a meeting failed.
         expert_counts: int32 [experts per rank]: real rows of each local expert.
         row_weight: float32 [rows]: routing weight, 0 in padding rows.
@@ -161,7 +162,7 @@ class Exchange:
         self._chunk_bases, self._positions, self._zeros = made["chunk_bases"], made["positions"], made["zeros"]
         self.first, self.tile_expert, self.tile_end = made["first"], made["tile_expert"], made["tile_end"]
         self.expert_counts, self.totals, self.work1, self.work2 = made["expert_counts"], made["totals"], made["work1"], made["work2"]
-        self.ready = made["ready"]
+        self.reach, self.ready = made["reach"], made["ready"]
         self.scales, self.row_weight, self.row_slot = made["scales"], made["row_weight"], made["row_slot"]
         self._tokens: int | None = None  # of the call that is under way
         torch.cuda.synchronize(device)
@@ -261,7 +262,7 @@ class Exchange:
         meeting = compiled_meeting(self.world, DISPATCHED, False)
         words = (self.control, self.call, self._signals)
         given = (x.data_ptr(), 0 if x_scales is None else x_scales.data_ptr(), topk_idx.data_ptr(), topk_weights.data_ptr(), tokens)
-        tiles = (self.tile_expert, self.tile_end, self.expert_counts, self.totals, self.work1, self.work2, self.ready)
+        tiles = (self.tile_expert, self.tile_end, self.expert_counts, self.totals, self.work1, self.work2, self.reach, self.ready)
         return [
             ("count", lambda: count(topk_idx.data_ptr(), tokens, self._chunk_bases, self._positions)),
             ("plan", lambda: plan(tokens, self._chunk_bases, self.first, *tiles, *words)),

@@ -67,14 +67,17 @@ def plain(
 
 def both(
     a: torch.Tensor, a_scales: torch.Tensor, weight1: torch.Tensor, weight1_scales: torch.Tensor, weight2: torch.Tensor,
-    weight2_scales: torch.Tensor, tile_expert: torch.Tensor, work: torch.Tensor, totals: torch.Tensor, row_weight: torch.Tensor,
+    weight2_scales: torch.Tensor, tile_expert: torch.Tensor, work: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    totals: torch.Tensor, row_weight: torch.Tensor,
     middle: torch.Tensor, middle_scales: torch.Tensor, row_slot: torch.Tensor, ready: torch.Tensor, control: torch.Tensor,
     call: torch.Tensor, clamp: float | None = None,
 ) -> None:  # fmt: skip
-    """`swiglu` and `rows` in one kernel, in the order of `work`, whose entries of Linear-2 have the bit `gemm_sm90.LAYER_SHIFT`.
+    """`swiglu` and `rows` in one kernel.
+
+    work: of Linear-1, of Linear-2, and the reach of the entries of Linear-2 (`xstage.moe.work_table`).
 
     ready: int32 [rows / 128], zeros; counts finished parts of Linear-1. control, call: words of `xstage.device.meeting`; a wait that gives
-    up says so there. totals: the first is the number of entries of `work`.
+    up says so there.
     """
     (experts, n1, k1), (_, n2, k2) = weight1.shape, weight2.shape
     kernel = _compiled("both", min(_unroll(a), _unroll(middle)), clamp)
@@ -102,7 +105,7 @@ def _launch(
     if depth != a.shape[1] or columns % 512 or a.shape[0] % 128:
         raise XStageError(f"weight: {tuple(weight.shape)} does not fit rows {tuple(a.shape)}: same K, N a multiple of 512, rows of 128")
     layer = (a, weight.view(experts * columns, depth), a_scales, weight_scales)
-    kernel((layer,), (outputs,), tile_expert, work, totals, None, (columns,), _ctas(a.device.index))
+    kernel((layer,), (outputs,), tile_expert, (work,), totals, None, (columns,), _ctas(a.device.index))
 
 
 @cache
@@ -142,8 +145,9 @@ def _compiled(kind: str, unroll: int, option: Any = None) -> Any:
         "both": ((epilogues.SwigluFp8(option, handed=True), epilogues.RowsToSlots()), (fp8, vector(Int64)), LINEAR1),
     }[kind]
     ready = (vector(Int32), vector(Int64), vector(Int64)) if kind == "both" else None
+    work = tuple(vector(Int32) for _ in range(3 if kind == "both" else 1))
     layers = tuple(layer(columns) for _, columns in zip(parts, (columns1, columns2), strict=False))
     return cute.compile(
-        GroupedGemm(parts, STAGES, unroll, count), layers, outputs, vector(Int32), vector(Int32), vector(Int32), ready,
+        GroupedGemm(parts, STAGES, unroll, count), layers, outputs, vector(Int32), work, vector(Int32), ready,
         tuple(Int32(512) for _ in parts), Int32(132), make_fake_stream(use_tvm_ffi_env_stream=True), options="--enable-tvm-ffi",
     )  # fmt: skip

@@ -27,7 +27,7 @@ from xstage.device.loads import load_4, load_8
 from xstage.device.meeting import PEERS, RANK, Protocol, fake_words
 from xstage.device.stores import store_4, store_8
 from xstage.moe.layout import CHUNK_TOKENS, COUNTED, MAX_EXPERTS
-from xstage.moe.work_table import GROUP_UNITS, LINEAR2, TILE_ROWS, WorkOrder, encoded, entries, place
+from xstage.moe.work_table import GROUP_UNITS, TILE_ROWS, WorkOrder, encoded, entries, place
 
 WARP_TOKENS = 16
 ENTRIES1, ENTRIES2, TILES, ROWS = 0, 1, 2, 3  # `totals`
@@ -130,7 +130,7 @@ class Count:
 
 
 class Plan:
-    """One CTA of `MAX_EXPERTS` threads. columns1, columns2: column tiles of the two GEMMs, even. order: of one list of both, or None.
+    """One CTA of `MAX_EXPERTS` threads. columns1, columns2: column tiles of the two GEMMs, even. order: of both in one kernel, or None.
 
     counts: offset of the layout's region, and bytes from one of its rows to the next.
     """
@@ -155,8 +155,8 @@ class Plan:
     @cute.jit
     def __call__(
         self, tokens: Int32, chunk_bases: cute.Tensor, first: cute.Tensor, tile_expert: cute.Tensor, tile_end: cute.Tensor,
-        expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, ready: cute.Tensor, control: cute.Tensor,
-        call: cute.Tensor, words: cute.Tensor, stream: cuda.CUstream,
+        expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, reach: cute.Tensor, ready: cute.Tensor,
+        control: cute.Tensor, call: cute.Tensor, words: cute.Tensor, stream: cuda.CUstream,
     ) -> None:  # fmt: skip
         """Launch.
 
@@ -165,19 +165,19 @@ class Plan:
             first: int32 [experts]: row, at its owner, of this rank's first pair of each expert.
             tile_expert, tile_end: int32 [tiles]: local expert of a tile, and the end of that expert's real rows.
             expert_counts: int32 [experts of this rank]. totals: int32 [4], see `ENTRIES1` and the others.
-            work1, work2: int32 [2 · entries], see `work_table`. With an order both layers are in `work1`, all counted by `ENTRIES1`.
-            ready: int32 [tiles], zeroed with an order.
+            work1, work2: int32 [2 · entries], see `work_table`.
+            reach: int32 [entries of work2], ready: int32 [tiles], zeroed; both with an order only.
             control, call, words: see `xstage.device.meeting`.
         """
         self.kernel(
-            tokens, chunk_bases, first, tile_expert, tile_end, expert_counts, totals, work1, work2, ready, control, call, words
+            tokens, chunk_bases, first, tile_expert, tile_end, expert_counts, totals, work1, work2, reach, ready, control, call, words
         ).launch(grid=(1, 1, 1), block=[self.threads, 1, 1], stream=stream)  # fmt: skip
 
     @cute.kernel
     def kernel(
         self, tokens: Int32, chunk_bases: cute.Tensor, first: cute.Tensor, tile_expert: cute.Tensor, tile_end: cute.Tensor,
-        expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, ready: cute.Tensor, control: cute.Tensor,
-        call: cute.Tensor, words: cute.Tensor,
+        expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, reach: cute.Tensor, ready: cute.Tensor,
+        control: cute.Tensor, call: cute.Tensor, words: cute.Tensor,
     ):  # fmt: skip
         thread = cute.arch.thread_idx()[0]
         smem = SmemAllocator()
@@ -227,7 +227,7 @@ class Plan:
                 totals[thread] = Int32(0)
         else:
             self.derive(
-                me, thread, call, first, tile_expert, tile_end, expert_counts, totals, work1, work2, ready, tile_sums, single_sums,
+                me, thread, call, first, tile_expert, tile_end, expert_counts, totals, work1, work2, reach, ready, tile_sums, single_sums,
                 unit_first, loads, warp_sums,
             )  # fmt: skip
 
@@ -266,7 +266,7 @@ class Plan:
     @cute.jit
     def derive(
         self, me: Int32, thread: Int32, call: cute.Tensor, first: cute.Tensor, tile_expert: cute.Tensor, tile_end: cute.Tensor,
-        expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, ready: cute.Tensor,
+        expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, reach: cute.Tensor, ready: cute.Tensor,
         tile_sums: cute.Tensor, single_sums: cute.Tensor, unit_first: cute.Tensor, loads: cute.Tensor, warp_sums: cute.Tensor,
     ) -> None:  # fmt: skip
         """Everything that follows from the counts of all ranks; thread e works for expert e."""
@@ -304,9 +304,8 @@ class Plan:
                 unit_first[local] = (tiles_before - tile_base + singles_before - single_base) // 2
         if thread == 0:
             unit_first[mine] = units
-            first_layer, second_layer = (entries(units, single_count, columns) for columns in (self.columns1, self.columns2))
-            totals[ENTRIES1] = first_layer if const_expr(self.order is None) else first_layer + second_layer
-            totals[ENTRIES2] = second_layer
+            totals[ENTRIES1] = entries(units, single_count, self.columns1)
+            totals[ENTRIES2] = entries(units, single_count, self.columns2)
             totals[TILES] = tile_count
             totals[ROWS] = tile_count * TILE_ROWS
         cute.arch.sync_threads()
@@ -330,52 +329,39 @@ class Plan:
             m_tile = tile_sums[from_me + owner] - tile_base + 2 * (unit - unit_first[owner])
             alone = m_tile + 1 == tile_sums[from_me + owner + 1] - tile_base
             group_of = (group, singles_first, group_end - group, singles_end - singles_first)
-            if const_expr(self.order is None):
-                self.write(work1, self.columns1, unit, singles, group_of, m_tile, alone, None)
-                self.write(work2, self.columns2, unit, singles, group_of, m_tile, alone, None)
-            else:
-                wave = unit // self.order.wave_units * self.order.wave_units
-                wave_end = cutlass.min(wave + self.order.wave_units, units)
-                singles_wave = single_sums[from_me + self.search(unit_first, Int32(0), wave)] - single_base
+            bound = (Int32(0), Int32(0))
+            if const_expr(self.order is not None):
+                wave_end = cutlass.min(unit // self.order.wave_units * self.order.wave_units + self.order.wave_units, units)
                 singles_wave_end = single_count
                 if wave_end < units:
                     singles_wave_end = single_sums[from_me + self.search(unit_first, Int32(0), wave_end)] - single_base
-                end1 = entries(wave_end, singles_wave_end, self.columns1)
-                start2 = entries(wave, singles_wave, self.columns2)
-                all1, all2 = (entries(units, single_count, columns) for columns in (self.columns1, self.columns2))
-                self.write(work1, self.columns1, unit, singles, group_of, m_tile, alone, (1, start2, all2))
-                self.write(work1, self.columns2, unit, singles, group_of, m_tile, alone, (2, end1, all1))
+                bound = (entries(wave_end, singles_wave_end, self.columns1), entries(units, single_count, self.columns1))
+            self.write(work1, self.columns1, unit, singles, group_of, m_tile, alone, None, bound)
+            self.write(work2, self.columns2, unit, singles, group_of, m_tile, alone, reach, bound)
 
     @cute.jit
     def write(
-        self, table: cute.Tensor, columns: cutlass.Constexpr[int], unit: Int32, singles: Int32, group, m_tile: Int32, alone, merged
+        self, table: cute.Tensor, columns: cutlass.Constexpr[int], unit: Int32, singles: Int32, group, m_tile: Int32, alone, reach, bound
     ) -> None:
-        """The entries of one unit. merged: of one list of both layers, which layer, its wave's bound, and all entries of the other."""
+        """The entries of one unit, and with an order their reach, where there is a table. bound: end of the wave, and of all."""
         for n in cutlass.range_constexpr(0, columns, 2):
             even = place(n, unit, singles, group, columns)
             if alone:
-                self.write_entry(table, even, encoded(m_tile, n, 1), encoded(m_tile, n + 1, 1), merged)
+                self.write_entry(table, even, encoded(m_tile, n, 1), encoded(m_tile, n + 1, 1), reach, bound)
             else:
-                self.write_entry(table, even, encoded(m_tile, n, 0), encoded(m_tile + 1, n, 0), merged)
+                self.write_entry(table, even, encoded(m_tile, n, 0), encoded(m_tile + 1, n, 0), reach, bound)
                 odd = place(n + 1, unit, singles, group, columns)
-                self.write_entry(table, odd, encoded(m_tile, n + 1, 0), encoded(m_tile + 1, n + 1, 0), merged)
+                self.write_entry(table, odd, encoded(m_tile, n + 1, 0), encoded(m_tile + 1, n + 1, 0), reach, bound)
 
     @cute.jit
-    def write_entry(self, table: cute.Tensor, index: Int32, a: Int32, b: Int32, merged) -> None:
-        if const_expr(merged is not None):
-            layer, bound, all_other = merged
-            if const_expr(layer == 1):
-                before = all_other
-                for candidate in self.order.passed(index, bound):
-                    before = cutlass.min(before, cutlass.max(candidate, Int32(0)))
-            else:
-                before = Int32(0)
-                for candidate in self.order.reach(index, bound):
-                    before = cutlass.max(before, candidate)
-                before = cutlass.min(before, all_other)
-                a, b = a | LINEAR2, b | LINEAR2
-            index += before
+    def write_entry(self, table: cute.Tensor, index: Int32, a: Int32, b: Int32, reach, bound) -> None:
         store_8(table.iterator.toint() + Int64(index) * 8, a, b)
+        if const_expr(reach is not None and self.order is not None):
+            wave_end, end = bound
+            farthest = Int32(0)
+            for candidate in self.order.reach(index, wave_end):
+                farthest = cutlass.max(farthest, candidate)
+            reach[index] = cutlass.min(farthest, end)
 
     @cute.jit
     def search(self, sums: cute.Tensor, offset: Int32, value: Int32) -> Int32:
@@ -433,4 +419,4 @@ def compiled_plan(
     """`Plan`; call it with the arguments of `Plan.__call__`, without the stream."""
     kernel = Plan(world, experts, counts, columns1, columns2, order)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(kernel, Int32(0), *fake_int32(9), *fake_words(3), stream, options="--enable-tvm-ffi")
+    return cute.compile(kernel, Int32(0), *fake_int32(10), *fake_words(3), stream, options="--enable-tvm-ffi")

@@ -52,12 +52,12 @@ class SerialPipeline:
         self.middle_scales = torch.empty(intermediate // quantize.BLOCK, layout.rows, device=device)
 
     @staticmethod
-    def local_bytes(layout: BufferLayout, intermediate: int, merged: bool = False) -> int:
-        """Bytes beside the symmetric buffer and the weights. merged: both GEMMs in one kernel."""
+    def local_bytes(layout: BufferLayout, intermediate: int, fused: bool = False) -> int:
+        """Bytes beside the symmetric buffer and the weights. fused: both GEMMs in one kernel."""
         from xstage.moe.exchange import scratch_bytes
 
         middle = layout.rows * (intermediate + 4 * intermediate // quantize.BLOCK)
-        return scratch_bytes(layout, intermediate, merged) + middle
+        return scratch_bytes(layout, intermediate, fused) + middle
 
     def run(
         self, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
@@ -81,8 +81,8 @@ class SerialPipeline:
             self.linear2(row_slot)
             return
         grouped_gemm.both(
-            e.activations, e.scales, w.w1, w.w1_scales, w.w2, w.w2_scales, e.tile_expert, e.work1, e.totals, e.row_weight, self.middle,
-            self.middle_scales, row_slot, e.ready, e.control, e.call, self.clamp,
+            e.activations, e.scales, w.w1, w.w1_scales, w.w2, w.w2_scales, e.tile_expert, (e.work1, e.work2, e.reach), e.totals,
+            e.row_weight, self.middle, self.middle_scales, row_slot, e.ready, e.control, e.call, self.clamp,
         )  # fmt: skip
 
     def linear1(self) -> None:
