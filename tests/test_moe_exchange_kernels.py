@@ -122,5 +122,5 @@ def test_scratch_by_hand() -> None:
     both = scratch_shapes(QWEN3_30B, 768, fused=True)
     assert (both["reach"], both["ready"]) == (("int32", (tiles * 4,)), ("int32", (tiles,)))
     assert scratch_bytes(QWEN3_30B, 768) == 4 * (
-        64 * 128 + 8192 * 8 + 128 + 2 * tiles + 64 + 4 + tiles * 14 + 2 + 16 * tiles * 128 + tiles * 128 + 2 * tiles * 128 + 4
+        64 * 128 + 8192 * 8 + 128 + 2 * tiles + 64 + 4 + tiles * 14 + 16 * tiles * 128 + tiles * 128 + 2 * tiles * 128 + 4
     )

@@ -172,7 +172,7 @@ def test_both_layers_in_one_kernel(k: int, n: int, name: str) -> None:
             middle[1], out[1] = 0xFF, torch.nan
             ready = torch.zeros(rows // 128, dtype=torch.int32, device="cuda")
             given = (*one[:4], *two[2:4], one[4], work, totals, weight)
-            grouped_gemm.both(*given, middle[1], scales[1], slots[1], ready, control, call)
+            grouped_gemm.both(*given, middle[1], scales[1], slots[1], (ready, control, call))
             torch.cuda.synchronize()
             assert status.item() == 0
             assert (ready[:tiles] == 2 * (n // 256)).all()

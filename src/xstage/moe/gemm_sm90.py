@@ -48,7 +48,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from xstage.device import signals
 from xstage.device.meeting import FAILED, GENERATION, RANK, STATUS_ADDRESS, TIMEOUT_NS
-from xstage.moe.layout import LINEAR1
+from xstage.moe.layout import ARRIVED, LINEAR1
 from xstage.tile_order import NO_LAG, takes_linear2
 
 TILE_M, TILE_N, TILE_K = 128, 256, 128
@@ -63,11 +63,12 @@ ROW_SHIFT, LAYER_SHIFT, COLUMN_MASK = 12, 11, 1023
 
 class GroupedGemm:
     """epilogues: one of `xstage.moe.epilogues` per layer. stages: of the ring. unroll: stages of a round; divides `stages` and K / 128.
-    count: of one layer, the entry of `totals` that counts the work; of two, the first two do.
+    count: of one layer, the entry of `totals` that counts the work; of two, the first two do. sender: sends rows meanwhile (`send_sm90`),
+    and Linear-1 tiles wait until theirs have arrived; of two layers only.
     """
 
-    def __init__(self, epilogues: tuple[Any, ...], stages: int, unroll: int, count: int) -> None:
-        self.epilogues, self.stages, self.unroll, self.count = epilogues, stages, unroll, count
+    def __init__(self, epilogues: tuple[Any, ...], stages: int, unroll: int, count: int, sender: Any = None) -> None:
+        self.epilogues, self.stages, self.unroll, self.count, self.sender = epilogues, stages, unroll, count, sender
 
     # Branches at run time carry `self` as an object without runtime values.
     def __extract_mlir_values__(self) -> list[Any]:
@@ -84,7 +85,8 @@ class GroupedGemm:
         """layers: per layer a uint8 [rows, K], weight uint8 [experts · N, K], a_scales float32 [K / 128, rows], weight_scales float32
         [experts, K / 128, N / 128]. outputs: what each layer's epilogue takes. columns: N of each layer.
         work: per layer int32 [2 · entries], and of two layers int32 [entries] of the second, its reach.
-        ready: of two layers, (int32 [row tiles], zeros; control and call words of `xstage.device.meeting`).
+        ready: of two layers, (int32 [row tiles], zeros; control and call words of `xstage.device.meeting`); with a sender also
+            (int32 [row tiles]: end of the expert's real rows; int32 [row tiles]: rows that have arrived; what `Sender.run` is given).
         """
         stages = self.stages
         k_major = LayoutEnum.ROW_MAJOR.sm90_mma_major_mode()
@@ -164,6 +166,9 @@ class GroupedGemm:
                 slots = [shared.a.get_tensor(slots_a.outer, swizzle=slots_a.inner), shared.a.get_tensor(halves_a.outer, swizzle=halves_a.inner), shared.w.get_tensor(slots_w.outer, swizzle=slots_w.inner)]  # fmt: skip  # noqa: E501
                 self._load(sources, slots, s_scales, tile_expert, ready, walk, cursor, full, empty)
             if const_expr(len(self.epilogues) == 2):
+                if const_expr(self.sender is not None):
+                    if warp == 11:
+                        self.sender.run(ready[5], ready[2], block, cute.arch.grid_dim()[0])
                 if (warp == 9) | (warp == 10):
                     self.epilogues[0].begin(shared.staging, (warp - 9) * 128, targets[0])
                     self._store(ready, walk, cursor)
@@ -261,22 +266,28 @@ class GroupedGemm:
         stage, phase = Int32(0), Int32(0)
         # What a tile needs to begin is looked up a tile ahead: a look-up would leave the ring to run dry.
         mine, layer, cursor = self._take(walk, cursor)
-        expert = Int32(0)
+        expert, end, next_end = Int32(0), Int32(0), Int32(0)
         if layer >= 0:
             expert = tile_expert[mine >> ROW_SHIFT]
+            if const_expr(self.sender is not None):
+                end = ready[3][mine >> ROW_SHIFT]
         while layer >= 0:
             following, next_layer, cursor = self._take(walk, cursor)
             next_expert = tile_expert[following >> ROW_SHIFT]
+            if const_expr(self.sender is not None):
+                next_end = ready[3][following >> ROW_SHIFT]
             given = (s_scales, mine, layer, expert, walk[2], full, empty, stage, phase)
             if const_expr(len(sources) == 2):
                 if layer == 1:
                     self._wait_ready(ready, mine >> ROW_SHIFT, sources[0][8])
                     stage, phase = self._load_tile(sources[1], parts[1], *given)
                 else:
+                    if const_expr(self.sender is not None):
+                        self._wait_arrived(ready, mine >> ROW_SHIFT, end)
                     stage, phase = self._load_tile(sources[0], parts[0], *given)
             else:
                 stage, phase = self._load_tile(sources[0], parts[0], *given)
-            mine, layer, expert = following, next_layer, next_expert
+            mine, layer, expert, end = following, next_layer, next_expert, next_end
         cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
         words = _words(s_scales)
         with cute.arch.elect_one():
@@ -339,14 +350,28 @@ class GroupedGemm:
     @cute.jit
     def _wait_ready(self, ready, m, blocks) -> None:
         """Until Linear-1 has written row tile `m`: two warpgroups in each of `blocks` / 2 column tiles."""
-        counts, control, call = ready
-        failed = control.iterator.toint() + 8 * FAILED
-        seen = signals.wait_count_acquire_gpu(counts.iterator.toint() + Int64(m) * 4, Int32(blocks), failed, call[TIMEOUT_NS])
-        if seen < blocks:
-            status = Int64(Int32(control[GENERATION]) + 1) << 32 | signals.TIMED_OUT << 16 | call[RANK] << 8 | LINEAR1 + 1
-            if signals.claim_gpu(failed, status) == 0:
-                signals.store_relaxed_sys(call[STATUS_ADDRESS], status)
+        counts, control, call = ready[0], ready[1], ready[2]
+        at, failed = counts.iterator.toint() + Int64(m) * 4, control.iterator.toint() + 8 * FAILED
+        if signals.wait_count_acquire_gpu(at, Int32(blocks), failed, call[TIMEOUT_NS]) < blocks:
+            self._gave_up(ready, LINEAR1)
         cute.arch.fence_proxy("async")
+
+    @cute.jit
+    def _wait_arrived(self, ready, m, end) -> None:
+        """Until the rows of row tile `m` have come from all ranks; its expert's real rows end at `end`."""
+        rows = cutlass.min(end - m * TILE_M, TILE_M)
+        at, failed = ready[4].iterator.toint() + Int64(m) * 4, ready[1].iterator.toint() + 8 * FAILED
+        if signals.wait_count_acquire_sys(at, rows, failed, ready[2][TIMEOUT_NS]) < rows:
+            self._gave_up(ready, ARRIVED)
+        cute.arch.fence_proxy("async")
+
+    @cute.jit
+    def _gave_up(self, ready, phase: cutlass.Constexpr[int]) -> None:
+        """Say that a wait of `phase` gave up, if nothing failed before."""
+        control, call = ready[1], ready[2]
+        status = Int64(Int32(control[GENERATION]) + 1) << 32 | signals.TIMED_OUT << 16 | call[RANK] << 8 | phase + 1
+        if signals.claim_gpu(control.iterator.toint() + 8 * FAILED, status) == 0:
+            signals.store_relaxed_sys(call[STATUS_ADDRESS], status)
 
     @cute.jit
     def _store(self, ready, walk, cursor) -> None:

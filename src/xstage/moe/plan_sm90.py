@@ -25,8 +25,8 @@ from cutlass.memory import SmemAllocator
 
 from xstage.device.loads import load_4, load_8
 from xstage.device.meeting import PEERS, RANK, Protocol, fake_words
-from xstage.device.stores import store_4, store_8
-from xstage.moe.layout import CHUNK_TOKENS, COUNTED, MAX_EXPERTS
+from xstage.device.stores import store_4, store_8, store_16
+from xstage.moe.layout import CHUNK_TOKENS, COUNTED, ITEM_PAIRS, MAX_EXPERTS
 from xstage.moe.work_table import GROUP_UNITS, TILE_ROWS, WorkOrder, encoded, entries, place
 
 WARP_TOKENS = 16
@@ -65,18 +65,29 @@ class Count:
         return self
 
     @cute.jit
-    def __call__(self, topk_idx: Int64, tokens: Int32, chunk_counts: cute.Tensor, positions: cute.Tensor, stream: cuda.CUstream) -> None:
+    def __call__(
+        self, topk_idx: Int64, tokens: Int32, chunk_counts: cute.Tensor, positions: cute.Tensor, cleared: Int64, clear_bytes: Int32,
+        stream: cuda.CUstream,
+    ) -> None:  # fmt: skip
         """Launch.
 
         Args:
             topk_idx: address of [tokens, top_k]. chunk_counts: int32 [chunks · experts], written. positions: int32 [tokens · top_k],
                 written; of no meaning where the pick is masked.
+            cleared, clear_bytes: memory that is zeroed on the way, a multiple of 16 bytes.
         """
         chunks = cutlass.max((tokens + (CHUNK_TOKENS - 1)) // CHUNK_TOKENS, 1)
-        self.kernel(topk_idx, tokens, chunk_counts, positions).launch(grid=(chunks, 1, 1), block=[self.threads, 1, 1], stream=stream)
+        self.kernel(topk_idx, tokens, chunk_counts, positions, cleared, clear_bytes).launch(
+            grid=(chunks, 1, 1), block=[self.threads, 1, 1], stream=stream
+        )
 
     @cute.kernel
-    def kernel(self, topk_idx: Int64, tokens: Int32, chunk_counts: cute.Tensor, positions: cute.Tensor):
+    def kernel(
+        self, topk_idx: Int64, tokens: Int32, chunk_counts: cute.Tensor, positions: cute.Tensor, cleared: Int64, clear_bytes: Int32
+    ):  # fmt: skip
+        start = (cute.arch.block_idx()[0] * self.threads + cute.arch.thread_idx()[0]) * 16
+        for offset in cutlass.range(start, clear_bytes, cute.arch.grid_dim()[0] * self.threads * 16, unroll=1):
+            store_16(cleared + Int64(offset), Int32(0), Int32(0), Int32(0), Int32(0))
         warps, row = self.threads // 32, self.experts + 1  # the last bin takes masked picks
         bins = SmemAllocator().allocate_tensor(Int32, cute.make_layout(warps * row), byte_alignment=16)
         if cute.arch.block_idx()[0] * CHUNK_TOKENS < tokens:
@@ -156,7 +167,7 @@ class Plan:
     def __call__(
         self, tokens: Int32, chunk_bases: cute.Tensor, first: cute.Tensor, tile_expert: cute.Tensor, tile_end: cute.Tensor,
         expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, reach: cute.Tensor, ready: cute.Tensor,
-        control: cute.Tensor, call: cute.Tensor, words: cute.Tensor, stream: cuda.CUstream,
+        send_first: cute.Tensor, items: cute.Tensor, control: cute.Tensor, call: cute.Tensor, words: cute.Tensor, stream: cuda.CUstream,
     ) -> None:  # fmt: skip
         """Launch.
 
@@ -166,18 +177,21 @@ class Plan:
             tile_expert, tile_end: int32 [tiles]: local expert of a tile, and the end of that expert's real rows.
             expert_counts: int32 [experts of this rank]. totals: int32 [4], see `ENTRIES1` and the others.
             work1, work2: int32 [2 · entries], see `work_table`.
-            reach: int32 [entries of work2], ready: int32 [tiles], zeroed; both with an order only.
+            reach: int32 [entries of work2], ready: int32 [tiles], zeroed; both with an order only. So are
+            send_first: int32 [experts]: place of this rank's first pair of each expert in the list of pairs to send.
+            items: int32 [4 · (1 + items)]: how many there are, and per item place in the list, expert, pairs, row at the expert's rank.
             control, call, words: see `xstage.device.meeting`.
         """
         self.kernel(
-            tokens, chunk_bases, first, tile_expert, tile_end, expert_counts, totals, work1, work2, reach, ready, control, call, words
+            tokens, chunk_bases, first, tile_expert, tile_end, expert_counts, totals, work1, work2, reach, ready, send_first, items,
+            control, call, words
         ).launch(grid=(1, 1, 1), block=[self.threads, 1, 1], stream=stream)  # fmt: skip
 
     @cute.kernel
     def kernel(
         self, tokens: Int32, chunk_bases: cute.Tensor, first: cute.Tensor, tile_expert: cute.Tensor, tile_end: cute.Tensor,
         expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, reach: cute.Tensor, ready: cute.Tensor,
-        control: cute.Tensor, call: cute.Tensor, words: cute.Tensor,
+        send_first: cute.Tensor, items: cute.Tensor, control: cute.Tensor, call: cute.Tensor, words: cute.Tensor,
     ):  # fmt: skip
         thread = cute.arch.thread_idx()[0]
         smem = SmemAllocator()
@@ -225,11 +239,39 @@ class Plan:
         if refused[0] != 0:
             if thread < 4:
                 totals[thread] = Int32(0)
+                if const_expr(self.order is not None):
+                    items[thread] = Int32(0)
         else:
             self.derive(
                 me, thread, call, first, tile_expert, tile_end, expert_counts, totals, work1, work2, reach, ready, tile_sums, single_sums,
                 unit_first, loads, warp_sums,
             )  # fmt: skip
+            if const_expr(self.order is not None):
+                cute.arch.sync_threads()
+                self.list_sends(me, thread, first, send_first, items, partial, warp_sums)
+
+    @cute.jit
+    def list_sends(
+        self, me: Int32, thread: Int32, first: cute.Tensor, send_first: cute.Tensor, items: cute.Tensor, partial: cute.Tensor,
+        warp_sums: cute.Tensor,
+    ) -> None:  # fmt: skip
+        """Pairs to send in the order in which they are needed: all ranks' first experts, the next ranks' first, then their second …"""
+        expert = (me + 1 + thread % self.world) % self.world * self.mine + thread // self.world
+        count = Int32(0)
+        if thread < self.experts:
+            for i in cutlass.range_constexpr(self.parts):
+                count += partial[i * self.experts + expert]
+        here = (count + (ITEM_PAIRS - 1)) // ITEM_PAIRS
+        place_of = self.exclusive_sum(count, warp_sums, 0, thread)
+        item = self.exclusive_sum(here, warp_sums, 32, thread)
+        if thread < self.experts:
+            send_first[expert] = place_of
+            row = first[expert]
+            for done in cutlass.range(0, count, ITEM_PAIRS, unroll=1):
+                at = items.iterator.toint() + Int64(1 + item + done // ITEM_PAIRS) * 16
+                store_16(at, place_of + done, expert, cutlass.min(count - done, ITEM_PAIRS), row + done)
+        if thread == self.experts - 1:
+            items[0] = item + here
 
     def counts_of(self, buffer: Int64, rank: Int32, expert: Int32) -> Int64:
         """Address of a count in the buffer at `buffer`."""
@@ -409,7 +451,9 @@ def fake_int32(count: int) -> list[Any]:
 def compiled_count(experts: int, top_k: int, wide: bool) -> Any:
     """`Count`; call it with (address of topk_idx, tokens, chunk_counts, positions)."""
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(Count(experts, top_k, wide), Int64(0), Int32(0), *fake_int32(2), stream, options="--enable-tvm-ffi")
+    return cute.compile(
+        Count(experts, top_k, wide), Int64(0), Int32(0), *fake_int32(2), Int64(0), Int32(0), stream, options="--enable-tvm-ffi"
+    )
 
 
 @cache
@@ -419,4 +463,4 @@ def compiled_plan(
     """`Plan`; call it with the arguments of `Plan.__call__`, without the stream."""
     kernel = Plan(world, experts, counts, columns1, columns2, order)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(kernel, Int32(0), *fake_int32(10), *fake_words(3), stream, options="--enable-tvm-ffi")
+    return cute.compile(kernel, Int32(0), *fake_int32(12), *fake_words(3), stream, options="--enable-tvm-ffi")
