@@ -119,8 +119,8 @@ def test_scratch_by_hand() -> None:
     assert shapes["work1"] == ("int32", (tiles * 6,))
     assert shapes["work2"] == ("int32", (tiles * 8,))
     assert shapes["scales"] == ("float32", (16, tiles * 128))
-    both = scratch_shapes(QWEN3_30B, 768, merged=True)
-    assert (both["work1"], both["work2"], both["ready"]) == (("int32", (tiles * 14,)), ("int32", (1,)), ("int32", (tiles,)))
+    both = scratch_shapes(QWEN3_30B, 768, fused=True)
+    assert (both["reach"], both["ready"]) == (("int32", (tiles * 4,)), ("int32", (tiles,)))
     assert scratch_bytes(QWEN3_30B, 768) == 4 * (
-        64 * 128 + 8192 * 8 + 128 + 2 * tiles + 64 + 4 + tiles * 14 + 1 + 16 * tiles * 128 + tiles * 128 + 2 * tiles * 128 + 4
+        64 * 128 + 8192 * 8 + 128 + 2 * tiles + 64 + 4 + tiles * 14 + 16 * tiles * 128 + tiles * 128 + 2 * tiles * 128 + 4
     )

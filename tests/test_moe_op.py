@@ -346,7 +346,7 @@ def test_serial_pipeline_in_order(alone: None, monkeypatch: pytest.MonkeyPatch) 
     import xstage.moe
 
     exchange, grouped_gemm = types.ModuleType("xstage.moe.exchange"), types.ModuleType("xstage.moe.grouped_gemm")
-    exchange.Exchange, exchange.scratch_bytes = _Exchange, lambda layout, intermediate, merged: 1000  # type: ignore[attr-defined]
+    exchange.Exchange, exchange.scratch_bytes = _Exchange, lambda layout, intermediate, fused: 1000  # type: ignore[attr-defined]
     for module in (exchange, grouped_gemm):
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(xstage.moe, module.__name__.rsplit(".", 1)[1], module, raising=False)

@@ -6,7 +6,8 @@ from itertools import accumulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xstage.moe.work_table import GROUP_UNITS, LINEAR2, ORDERS, WorkOrder, decoded, encoded, entries, merged_table, place, work_table
+from xstage.moe.work_table import GROUP_UNITS, ORDERS, WorkOrder, decoded, encoded, entries, place, reaches, walk, work_table
+from xstage.tile_order import LINEAR1, LINEAR2
 
 loads = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 40)), max_size=40)
 columns = st.integers(1, 8).map(lambda n: 2 * n)
@@ -68,52 +69,52 @@ def test_order_by_hand() -> None:
     ]  # fmt: skip
 
 
-def merged_by_closed_form(tiles: list[int], order: WorkOrder) -> list[tuple[int, int]]:
-    """What the plan kernel does: each entry to the place that the closed forms give."""
-    first, second = work_table(tiles, order.columns1), work_table(tiles, order.columns2)
-    units = [single for count in tiles for single in [False] * (count // 2) + [True] * (count % 2)]
-    waves1, waves2 = [], []  # (start, end) of the wave of every entry
-    for columns, waves in ((order.columns1, waves1), (order.columns2, waves2)):
-        for unit in range(0, len(units), order.wave_units):
-            before, here = units[:unit], units[: unit + order.wave_units]
-            span = tuple(entries(len(u), sum(u), order.columns2 if columns == order.columns1 else order.columns1) for u in (before, here))
-            waves += [span] * (entries(len(here), sum(here), columns) - entries(len(before), sum(before), columns))
-    merged: list[tuple[int, int]] = [(0, 0)] * (len(first) + len(second))
-    for k1, entry in enumerate(first):
-        merged[k1 + min(len(second), *(max(p, 0) for p in order.passed(k1, waves1[k1][0])))] = entry
-    for k2, entry in enumerate(second):
-        merged[k2 + min(len(first), max(order.reach(k2, waves2[k2][1])))] = (entry[0] | LINEAR2, entry[1] | LINEAR2)
-    return merged
-
-
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(1, 12), st.integers(1, 12), st.sampled_from(ORDERS),
     st.one_of(st.none(), st.integers(0, 100)), st.sampled_from([1, 3, 66]),
 )  # fmt: skip
-def test_one_list_of_both_layers(tiles: list[int], half1: int, half2: int, name: str, lead_rows: int | None, instances: int) -> None:
+def test_no_order_deadlocks(tiles: list[int], half1: int, half2: int, name: str, lead_rows: int | None, instances: int) -> None:
     order = WorkOrder.of(name, 2 * half1, 2 * half2, lead_rows=lead_rows, instances=instances)
-    merged = merged_table(tiles, order)
-    assert merged_by_closed_form(tiles, order) == merged
-    # Each layer in its own order; all of a row tile's Linear-1 before its first Linear-2.
-    layers = [[e for e in merged if not e[0] & LINEAR2], [(a ^ LINEAR2, b ^ LINEAR2) for a, b in merged if a & LINEAR2]]
-    assert layers == [work_table(tiles, order.columns1), work_table(tiles, order.columns2)]
-    last: dict[int, int] = {}
-    for position, entry in enumerate(merged):
-        for word in entry:
-            m, _, _ = decoded(word & ~LINEAR2)
-            if word & LINEAR2:
-                assert last[m] < position
-            else:
-                last[m] = position
-    for m in last:
-        seconds = [p for p, entry in enumerate(merged) if any(w & LINEAR2 and decoded(w & ~LINEAR2)[0] == m for w in entry)]
-        assert min(seconds) > last[m]
+    first, second, reach = work_table(tiles, order.columns1), work_table(tiles, order.columns2), reaches(tiles, order)
+    assert len(reach) == len(second)
+    assert reach == sorted(reach)
+    walks = [walk(g, instances, len(first), reach) for g in range(instances)]
+    steps = [step for w in walks for step in w]
+    assert len(steps) == len(set(steps)) == len(first) + len(second)
+    # Every cluster goes on as far as it can, in turn; a Linear-2 entry waits for all of its row tiles' Linear-1.
+    missing = {m: order.columns1 for m in range(sum(tiles))}
+    at = [0] * instances
+    moved = True
+    while moved:
+        moved = False
+        for g, w in enumerate(walks):
+            while at[g] < len(w):
+                layer, k = w[at[g]]
+                rows = [decoded(word)[0] for word in (first if layer == LINEAR1 else second)[k]]
+                if layer == LINEAR2 and any(missing[m] for m in rows):
+                    break
+                if layer == LINEAR1:
+                    for m in rows:
+                        missing[m] -= 1
+                at[g] += 1
+                moved = True
+    assert at == [len(w) for w in walks]
+
+
+def test_every_cluster_has_its_share_of_both_layers() -> None:
+    tiles = [4] * 64
+    for name in ORDERS:
+        order = WorkOrder.of(name, 8, 16, lead_rows=None, instances=66)
+        end1, reach = len(work_table(tiles, 8)), reaches(tiles, order)
+        shares = [[layer for layer, _ in walk(g, 66, end1, reach)] for g in range(66)]
+        for layer in (LINEAR1, LINEAR2):
+            assert max(s.count(layer) for s in shares) - min(s.count(layer) for s in shares) <= 1
 
 
 def test_interleaving_follows_at_a_distance() -> None:
     order = WorkOrder.of("interleaved", 8, 16, lead_rows=32, instances=66)
     assert (order.lead, order.lead_rows) == (128, 32)
-    merged = merged_table([4] * 64, order)
-    assert [bool(e[0] & LINEAR2) for e in merged[:128]] == [False] * 128
-    assert [bool(e[0] & LINEAR2) for e in merged[128:137]] == [True, True, False] * 3
+    steps = walk(0, 1, 1024, reaches([4] * 64, order))
+    assert [layer for layer, _ in steps[:128]] == [LINEAR1] * 128
+    assert [layer for layer, _ in steps[128:137]] == [LINEAR2, LINEAR2, LINEAR1] * 3
     assert WorkOrder.of("interleaved", 8, 16, lead_rows=1, instances=66).lead == GROUP_UNITS * 8

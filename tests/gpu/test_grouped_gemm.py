@@ -146,7 +146,7 @@ def test_swiglu(k: int, n: int, clamp: float | None) -> None:
 def test_both_layers_in_one_kernel(k: int, n: int, name: str) -> None:
     """Bitwise what two kernels give, in every order, many times over."""
     from xstage.moe import grouped_gemm
-    from xstage.moe.work_table import WorkOrder, merged_table
+    from xstage.moe import work_table as wt
 
     draw = random.Random(k + n)
     for seed in range(3):
@@ -162,16 +162,17 @@ def test_both_layers_in_one_kernel(k: int, n: int, name: str) -> None:
         grouped_gemm.swiglu(*one, weight, middle[0], scales[0])
         grouped_gemm.rows(middle[0], scales[0], *two[2:], slots[0])
 
-        order = WorkOrder.of(name, n // 256, k // 256, lead_rows=None, instances=66)
-        work = torch.tensor(merged_table(loads, order), dtype=torch.int32, device="cuda")
-        totals = torch.tensor([len(work), 0, tiles, 128 * tiles], dtype=torch.int32, device="cuda")
+        order = wt.WorkOrder.of(name, n // 256, k // 256, lead_rows=None, instances=66)
+        tables = (wt.work_table(loads, n // 256), wt.work_table(loads, k // 256), wt.reaches(loads, order))
+        work = tuple(torch.tensor(table, dtype=torch.int32, device="cuda").view(-1) for table in tables)
+        totals = torch.tensor([len(tables[0]), len(tables[1]), tiles, 128 * tiles], dtype=torch.int32, device="cuda")
         control, status = torch.zeros(2, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
         call = torch.tensor([0, 0, 10**9, status.data_ptr()], dtype=torch.int64, device="cuda")
         for _ in range(5):
             middle[1], out[1] = 0xFF, torch.nan
             ready = torch.zeros(rows // 128, dtype=torch.int32, device="cuda")
-            given = (*one[:4], *two[2:4], one[4], work.view(-1), totals, weight)
-            grouped_gemm.both(*given, middle[1], scales[1], slots[1], ready, control, call)
+            given = (*one[:4], *two[2:4], one[4], work, totals, weight)
+            grouped_gemm.both(*given, middle[1], scales[1], slots[1], (ready, control, call))
             torch.cuda.synchronize()
             assert status.item() == 0
             assert (ready[:tiles] == 2 * (n // 256)).all()

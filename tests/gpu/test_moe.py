@@ -164,11 +164,11 @@ def poison(moe: Any) -> None:
         exchange.tile_end,
         exchange.work1,
         exchange.work2,
-        exchange.ready,
         exchange.row_weight,
         exchange.row_slot,
     )
-    for tensor in (pipeline.middle, pipeline.middle_scales, *scratch):
+    fused = [] if exchange.order is None else [exchange.reach, exchange.ready, exchange._rows, exchange._row_scales]
+    for tensor in (pipeline.middle, pipeline.middle_scales, *scratch, *fused):
         tensor.view(torch.uint8).fill_(0xFF)
     settle()
 

@@ -133,3 +133,25 @@ def wait_count_acquire_gpu(address: Int64, wanted: Int32, failed_address: Int64,
         expired = Int64(now_ns() - start) > timeout_ns
         waiting = (seen < wanted) & (not expired) & (load_relaxed_gpu(failed_address) == 0)
     return seen
+
+
+# ---- GPUs that hand data on, a piece at a time ----
+
+
+@cute.jit
+def count_release_sys(address: Int64, amount: Int32) -> None:
+    """Add `amount` to an int32 counter, local or a peer's, after everything that happened before in this thread's causality order."""
+    cute.arch.inline_ptx("red.release.sys.global.add.u32 [{$r0}], {$r1};", read_only_args=[address, amount])
+
+
+@cute.jit
+def wait_count_acquire_sys(address: Int64, wanted: Int32, failed_address: Int64, timeout_ns: Int64) -> Int32:
+    """`wait_count_acquire_gpu` for a counter in local memory that peers add to."""
+    seen = cute.arch.inline_ptx("ld.acquire.sys.global.u32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+    start = now_ns()
+    waiting = seen < wanted
+    while waiting:
+        seen = cute.arch.inline_ptx("ld.acquire.sys.global.u32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+        expired = Int64(now_ns() - start) > timeout_ns
+        waiting = (seen < wanted) & (not expired) & (load_relaxed_gpu(failed_address) == 0)
+    return seen

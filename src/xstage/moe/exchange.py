@@ -17,10 +17,16 @@ One buffer serves every call. Call g + 1 overwrites nothing that call g still re
 * A peer's Linear-2 of g + 1 stores into this rank's combine slots after that peer passed `dispatched` of g + 1, which this rank
   published after its reduce of g: kernels of a rank run in the order of its stream.
 
+With an order both GEMMs are one kernel, which sends this rank's rows itself (`send_sm90`) while it computes on those that have arrived.
+Then `dispatch` is count, plan and stage (bf16 rows in e4m3, and the list of pairs to send), nothing waits for all rows, and what a GEMM
+needs of a row comes with it. The arguments are: peers send rows of g + 1 after they passed `counted` of g + 1, which this rank published
+after everything of g, and after its count had cleared `arrived` and `row_slot`; a peer's Linear-2 of g + 1 stores only results of rows
+that this rank sent in g + 1, after its reduce of g.
+
 So calls of an object must be ordered on each rank, and come in the same order on every rank. A wait that gives up says so at `check` or at
 the next call, and nothing is stored from then on: an object that failed is not used again.
 
-Not covered: several hosts, rings smaller than the worst routing, overlap of dispatch and Linear-1, precisions other than fp8.
+Not covered: several hosts, rings smaller than the worst routing, precisions other than fp8.
 """
 
 from __future__ import annotations
@@ -41,6 +47,7 @@ from xstage.moe.layout import (
     COMBINED,
     DISPATCHED,
     ITEM_BYTES,
+    ITEM_PAIRS,
     MAX_EXPERTS,
     MAX_PICKS,
     MAX_RANKS,
@@ -80,11 +87,12 @@ def check_layout(layout: BufferLayout, intermediate: int) -> None:
             raise XStageError(f"{name}: {value}{unit} exceed the kernels' limit of {limit}")
 
 
-def scratch_shapes(layout: BufferLayout, intermediate: int, merged: bool = False) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """dtype and shape of everything that an `Exchange` keeps in its rank's own memory, beside the buffer. merged: one list of work."""
+def scratch_shapes(layout: BufferLayout, intermediate: int, fused: bool = False) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """dtype and shape of what an `Exchange` keeps in its rank's own memory beside the buffer. fused: for both GEMMs in one kernel."""
     tiles = layout.rows // TILE_ROWS
     first, second = 2 * intermediate // TILE_COLUMNS, layout.hidden // TILE_COLUMNS
-    return {
+    pairs, blocks = layout.max_tokens_per_rank * layout.top_k, layout.hidden // 128
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {
         "chunk_bases": ("int32", (-(-layout.max_tokens_per_rank // CHUNK_TOKENS) * layout.experts,)),
         "positions": ("int32", (layout.max_tokens_per_rank * layout.top_k,)),
         "first": ("int32", (layout.experts,)),
@@ -92,35 +100,43 @@ def scratch_shapes(layout: BufferLayout, intermediate: int, merged: bool = False
         "tile_end": ("int32", (tiles,)),
         "expert_counts": ("int32", (layout.experts_per_rank,)),
         "totals": ("int32", (4,)),
-        "work1": ("int32", (tiles * (first + second if merged else first),)),
-        "work2": ("int32", (1 if merged else tiles * second,)),
-        "ready": ("int32", (tiles if merged else 1,)),
-        "scales": ("float32", (layout.hidden // 128, layout.rows)),
-        "row_weight": ("float32", (layout.rows,)),
-        "row_slot": ("int64", (layout.rows,)),
+        "work1": ("int32", (tiles * first,)),
+        "work2": ("int32", (tiles * second,)),
         "zeros": ("int32", (4,)),
     }
+    if fused:
+        return shapes | {
+            "reach": ("int32", (tiles * second // 2,)), "ready": ("int32", (tiles,)), "send_first": ("int32", (layout.experts,)),
+            "items": ("int32", (4 * (1 + pairs // ITEM_PAIRS + layout.experts),)), "pairs": ("int32", (pairs,)),
+            "rows": ("float8_e4m3fn", (layout.max_tokens_per_rank, layout.hidden)),
+            "row_scales": ("float32", (layout.max_tokens_per_rank, blocks)),
+        }  # fmt: skip
+    return shapes | {
+        "scales": ("float32", (blocks, layout.rows)), "row_weight": ("float32", (layout.rows,)), "row_slot": ("int64", (layout.rows,)),
+    }  # fmt: skip
 
 
-def scratch_bytes(layout: BufferLayout, intermediate: int, merged: bool = False) -> int:
+def scratch_bytes(layout: BufferLayout, intermediate: int, fused: bool = False) -> int:
     """Bytes of `scratch_shapes`; `layout.size_bytes` are those of the buffer."""
-    return sum(ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in scratch_shapes(layout, intermediate, merged).values())
+    return sum(ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in scratch_shapes(layout, intermediate, fused).values())
 
 
 class Exchange:
     """Owns the buffer, the signal words and the scratch memory of one layer's exchange. Every rank makes it together.
 
     Args:
-        layout: fp8, tile 128. intermediate: columns of gate, and of up. group: whose ranks hold the experts, in rank order.
-        device: this rank's GPU. timeout_s: bound of every wait. tag: names the object in errors; the same on every rank, and its own.
-        order: of one list of work for both GEMMs (None: a list for each).
+        layout: fp8, tile 128, `direct` if there is an order. intermediate: columns of gate, and of up.
+        group: whose ranks hold the experts, in rank order. device: this rank's GPU. timeout_s: bound of every wait.
+        tag: names the object in errors; the same on every rank, and its own.
+        order: of both GEMMs in one kernel (None: one after the other).
 
     Attributes, for the GEMMs; of a call's own size only where `totals` says so, valid from `dispatch` to `combine` on the stream:
         activations: uint8 (e4m3) [rows, hidden]. scales: float32 [hidden / 128, rows], m-major, 0 in padding rows.
         tile_expert: int32 [rows / 128]: local expert of a tile. tile_end: int32 [rows / 128]: end of that expert's real rows.
-        work1, work2: int32 words of the entries for 2 · intermediate and for hidden columns (`xstage.moe.work_table`); with an order
-            `work1` has both. ready: int32 [rows / 128], zeros when `dispatch` has passed, with an order. control, call: words of
-            `xstage.device.meeting`.
+        work1, work2: int32 words of the entries for 2 · intermediate and for hidden columns (`xstage.moe.work_table`).
+            With an order, reach: int32 [entries of work2]; ready: int32 [rows / 128], zeros when `dispatch` has passed; arrived: int32
+            [rows / 128], rows of a tile that have come; sends: addresses for `send_sm90.Sender.run`.
+        control, call: words of `xstage.device.meeting`.
         totals: int32 [4]: entries of work1, entries of work2, tiles, rows with padding. All 0 once a meeting failed.
         expert_counts: int32 [experts per rank]: real rows of each local expert.
         row_weight: float32 [rows]: routing weight, 0 in padding rows.
@@ -136,6 +152,8 @@ class Exchange:
         order: WorkOrder | None = None,
     ):  # fmt: skip
         check_layout(layout, intermediate)
+        if layout.direct != (order is not None):
+            raise XStageError(f"layout: direct is {layout.direct}, which does not fit order {order}")
         if group.size() != layout.ranks:
             raise XStageError(f"ranks: the layout is for {layout.ranks}, the group has {group.size()}")
         if device.type != "cuda":
@@ -144,12 +162,15 @@ class Exchange:
         self.layout, self.intermediate, self.order, self.device, self.tag = layout, intermediate, order, device, tag
         self.rank, self.world = group.rank(), group.size()
         problem = [asdict(layout), intermediate]  # the order of work is a rank's own business
-        Agreement(group, f"{tag}/exchange", timeout_s).same("exchange", {"layout": str(layout), "intermediate": intermediate})
+        agreement = Agreement(group, f"{tag}/exchange", timeout_s)
+        agreement.same("exchange", {"layout": str(layout), "intermediate": intermediate})
         self._buffer = SymmetricBuffer(layout.size_bytes, group, device)
         self._watch = Watch(group, tag, timeout_s, PHASES)
         signature = zlib.crc32(json.dumps(problem, sort_keys=True).encode()) & 0x7FFFFFFF
         # The signal words are the first region: their addresses are the buffers'.
         words = [signature, self.rank, int(timeout_s * 1e9), self._watch.address, *self._buffer.addresses]
+        # Behind them, this rank's buffer as every rank sees it.
+        words += [addresses[self.rank] for addresses in agreement.reach("addresses", self._buffer.addresses)]
         self.call = torch.tensor(words, dtype=torch.int64, device=device)
         self.control = torch.zeros(2, dtype=torch.int64, device=device)
         self._signals = self.view("signals").view(-1)
@@ -161,8 +182,13 @@ class Exchange:
         self._chunk_bases, self._positions, self._zeros = made["chunk_bases"], made["positions"], made["zeros"]
         self.first, self.tile_expert, self.tile_end = made["first"], made["tile_expert"], made["tile_end"]
         self.expert_counts, self.totals, self.work1, self.work2 = made["expert_counts"], made["totals"], made["work1"], made["work2"]
-        self.ready = made["ready"]
-        self.scales, self.row_weight, self.row_slot = made["scales"], made["row_weight"], made["row_slot"]
+        here = {name: self.view(name) for name in ("scales", "row_weight", "row_slot")} if layout.direct else made
+        self.scales, self.row_weight, self.row_slot = here["scales"], here["row_weight"].view(-1), here["row_slot"].view(-1)
+        if layout.direct:
+            self.reach, self.ready, self.arrived = made["reach"], made["ready"], self.view("arrived").view(-1)
+            self._send_first, self._items, self._pairs = made["send_first"], made["items"], made["pairs"]
+            self._rows, self._row_scales = made["rows"], made["row_scales"]
+        self.sends: tuple[int, ...] = ()
         self._tokens: int | None = None  # of the call that is under way
         torch.cuda.synchronize(device)
 
@@ -180,10 +206,13 @@ class Exchange:
         wide, layout = index_dtype == torch.int64, self.layout
         plan_sm90.compiled_count(layout.experts, layout.top_k, wide)
         plan_sm90.compiled_plan(*self._plan_options())
-        exchange_sm90.compiled_dispatch(layout, wide, _ROWS[row_dtype])
-        exchange_sm90.compiled_arrange(layout)
+        if layout.direct:
+            exchange_sm90.compiled_stage(layout, wide, _ROWS[row_dtype])
+        else:
+            exchange_sm90.compiled_dispatch(layout, wide, _ROWS[row_dtype])
+            exchange_sm90.compiled_arrange(layout)
+            compiled_meeting(self.world, DISPATCHED, False)
         exchange_sm90.compiled_reduce(layout, wide)
-        compiled_meeting(self.world, DISPATCHED, False)
         compiled_meeting(self.world, COMBINED, True)
 
     def dispatch(self, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> None:
@@ -256,22 +285,42 @@ class Exchange:
         layout, tokens, wide = self.layout, len(x), topk_idx.dtype == torch.int64
         count = plan_sm90.compiled_count(layout.experts, layout.top_k, wide)
         plan = plan_sm90.compiled_plan(*self._plan_options())
-        send = exchange_sm90.compiled_dispatch(layout, wide, _ROWS[x.dtype])
-        arrange = exchange_sm90.compiled_arrange(layout)
-        meeting = compiled_meeting(self.world, DISPATCHED, False)
         words = (self.control, self.call, self._signals)
-        given = (x.data_ptr(), 0 if x_scales is None else x_scales.data_ptr(), topk_idx.data_ptr(), topk_weights.data_ptr(), tokens)
-        tiles = (self.tile_expert, self.tile_end, self.expert_counts, self.totals, self.work1, self.work2, self.ready)
+        tiles = (self.tile_expert, self.tile_end, self.expert_counts, self.totals, self.work1, self.work2)
+        unused = self._zeros
+        if layout.direct:
+            start, end = layout.region("arrived").offset_bytes, layout.region("activations").offset_bytes
+            cleared = (self._buffer.addresses[self.rank] + start, end - start)
+            orders = (self.reach, self.ready, self._send_first, self._items)
+            stage = exchange_sm90.compiled_stage(layout, wide, _ROWS[x.dtype])
+            rows = (x, x_scales) if x_scales is not None else (self._rows, self._row_scales)
+            addresses = (self._rows.data_ptr(), self._row_scales.data_ptr())
+            self.sends = tuple(t.data_ptr() for t in (self._items, self._pairs, topk_weights, *rows))
+            moves = [
+                ("stage", lambda: stage(
+                    x.data_ptr(), topk_idx.data_ptr(), tokens, self._chunk_bases, self._positions, self._send_first, self._pairs,
+                    *addresses, self.control,
+                )),
+            ]  # fmt: skip
+        else:
+            cleared, orders = (0, 0), (unused, unused, unused, unused)
+            send = exchange_sm90.compiled_dispatch(layout, wide, _ROWS[x.dtype])
+            arrange = exchange_sm90.compiled_arrange(layout)
+            meeting = compiled_meeting(self.world, DISPATCHED, False)
+            given = (x.data_ptr(), 0 if x_scales is None else x_scales.data_ptr(), topk_idx.data_ptr(), topk_weights.data_ptr(), tokens)
+            moves = [
+                ("dispatch", lambda: send(*given, self._chunk_bases, self._positions, self.first, self.control, self.call)),
+                ("dispatched", lambda: meeting(*words)),
+                ("arrange", lambda: arrange(
+                    self._buffer.addresses[self.rank], self.tile_end, self.totals, self.scales, self.row_weight, self.row_slot,
+                    self.control, self.call,
+                )),
+            ]  # fmt: skip
         return [
-            ("count", lambda: count(topk_idx.data_ptr(), tokens, self._chunk_bases, self._positions)),
-            ("plan", lambda: plan(tokens, self._chunk_bases, self.first, *tiles, *words)),
-            ("dispatch", lambda: send(*given, self._chunk_bases, self._positions, self.first, self.control, self.call)),
-            ("dispatched", lambda: meeting(*words)),
-            ("arrange", lambda: arrange(
-                self._buffer.addresses[self.rank], self.tile_end, self.totals, self.scales, self.row_weight, self.row_slot,
-                self.control, self.call,
-            )),
-        ]  # fmt: skip
+            ("count", lambda: count(topk_idx.data_ptr(), tokens, self._chunk_bases, self._positions, *cleared)),
+            ("plan", lambda: plan(tokens, self._chunk_bases, self.first, *tiles, *orders, *words)),
+            *moves,
+        ]
 
     def _combine_steps(self, topk_idx: torch.Tensor, out: torch.Tensor) -> list[tuple[str, Callable[[], Any]]]:
         """The kernels of `combine`, likewise."""

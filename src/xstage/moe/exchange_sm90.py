@@ -7,6 +7,7 @@
   weight, and the address of the slot where its result goes.
 * `Reduce`: a token's slots, added in order of picks in float32. A thread adds one 16-byte piece, its loads go out ahead of the sums; the
   piece of a masked pick is a piece of zeros.
+* `Stage`, instead of the first two where the GEMM kernel sends rows itself (`xstage.moe.send_sm90`).
 
 Nothing is stored once a meeting has failed; `Arrange` then sets all `totals` to 0, so that no GEMM runs on rows that did not come.
 
@@ -27,7 +28,7 @@ from cutlass.memory import SmemAllocator
 from xstage.device.floats import as_float, bf16_pair, e4m3_scale, e4m3x4, finite_magnitude, finite_or_nan, pack_bf16
 from xstage.device.loads import load_4, load_16, load_16_once
 from xstage.device.meeting import FAILED, PEERS, RANK, fake_words
-from xstage.device.stores import store_16
+from xstage.device.stores import store_4, store_16
 from xstage.moe.layout import CHUNK_TOKENS, BufferLayout
 from xstage.moe.plan_sm90 import TILES, expert_of, fake_int32, load_pick
 from xstage.moe.work_table import TILE_ROWS
@@ -159,6 +160,49 @@ class Dispatch(_Kernel):
         return [e4m3x4(values[i : i + 4], scale) for i in range(0, 16, 4)], scale
 
 
+class Stage(Dispatch):
+    """Before a kernel that sends rows itself: pairs listed in the order of `Plan.list_sends`, bf16 rows in e4m3. A token per warp."""
+
+    @cute.jit
+    def __call__(
+        self, x: Int64, topk_idx: Int64, tokens: Int32, chunk_bases: cute.Tensor, positions: cute.Tensor, send_first: cute.Tensor,
+        pairs: cute.Tensor, rows: Int64, scales: Int64, control: cute.Tensor, stream: cuda.CUstream,
+    ) -> None:  # fmt: skip
+        """Launch.
+
+        Args:
+            pairs: int32 [tokens · top_k], written: token · top_k + pick.
+            rows, scales: addresses of e4m3 [tokens, hidden] and float32 [tokens, hidden / 128], written unless x comes in e4m3.
+        """
+        tokens_per_cta = self.threads // 32
+        ctas = cutlass.max((tokens + (tokens_per_cta - 1)) // tokens_per_cta, 1)
+        self.kernel(x, topk_idx, tokens, chunk_bases, positions, send_first, pairs, rows, scales, control).launch(
+            grid=(ctas, 1, 1), block=[self.threads, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self, x: Int64, topk_idx: Int64, tokens: Int32, chunk_bases: cute.Tensor, positions: cute.Tensor, send_first: cute.Tensor,
+        pairs: cute.Tensor, rows: Int64, scales: Int64, control: cute.Tensor,
+    ):  # fmt: skip
+        lane = cute.arch.thread_idx()[0] % 32
+        token = cute.arch.block_idx()[0] * (self.threads // 32) + cute.arch.thread_idx()[0] // 32
+        if (token < tokens) & (control[FAILED] == 0):
+            if lane < self.top_k:
+                pair = token * self.top_k + lane
+                expert = expert_of(load_pick(topk_idx, pair, self.wide), self.experts)
+                if expert < self.experts:
+                    pairs[send_first[expert] + chunk_bases[token // CHUNK_TOKENS * self.experts + expert] + positions[pair]] = pair
+            if const_expr(not self.quantized):
+                for block in cutlass.range(self.hidden // WARP_COLUMNS, unroll=1):
+                    at = Int64(token) * self.hidden + block * WARP_COLUMNS + lane * 16
+                    low, high = load_16_once(x + at * 2), load_16_once(x + at * 2 + 16)
+                    piece, scale = self.quantize([bits for word in (*low, *high) for bits in bf16_pair(word)])
+                    store_16(rows + at, *piece)
+                    if lane % 8 == 0:
+                        store_4(scales + (Int64(token) * self.scales + block * 4 + lane // 8) * 4, scale)
+
+
 class Arrange(_Kernel):
     """One CTA per tile that the buffer can hold; those beyond the tiles of this call do nothing."""
 
@@ -286,6 +330,15 @@ def compiled_dispatch(layout: BufferLayout, wide: bool, quantized: bool) -> Any:
     """`Dispatch`; call it with the arguments of `Dispatch.__call__`, without the stream."""
     kernel = Dispatch(layout, wide, quantized)
     return cute.compile(kernel, *[Int64(0)] * 4, Int32(0), *fake_int32(3), *fake_words(2), _stream(), options="--enable-tvm-ffi")
+
+
+@cache
+def compiled_stage(layout: BufferLayout, wide: bool, quantized: bool) -> Any:
+    """`Stage`; call it with the arguments of `Stage.__call__`, without the stream."""
+    kernel = Stage(layout, wide, quantized)
+    return cute.compile(
+        kernel, Int64(0), Int64(0), Int32(0), *fake_int32(4), Int64(0), Int64(0), *fake_words(1), _stream(), options="--enable-tvm-ffi"
+    )  # fmt: skip
 
 
 @cache

@@ -8,12 +8,14 @@ and mbarriers), two multiply, 64 rows each, as two wgmma of 64 × 128. A product
 take two row tiles of one expert and share its weight by multicast; where an expert has an odd row tile left, they take two column
 tiles of it and share the rows. Which, and in what order, stands in a work table made on the device (`xstage.moe.work_table`).
 
-Scales ride in the stage. The loop over K goes in unrolled rounds of a few stages, so that no wgmma is in flight across a back edge, which
-would make ptxas serialise them all. 192 of a thread's 232 registers are sums, hence an epilogue works on one half of 128 columns at a
-time; the first half's runs under the second half's last wgmma.
+Scales ride in the stage, and in a tile's first stage so does the word that says which tile it is: the math warps look nothing up. The
+loop over K goes in unrolled rounds of a few stages, so that no wgmma is in flight across a back edge, which would make ptxas serialise
+them all. 192 of a thread's 232 registers are sums, hence an epilogue works on one half of 128 columns at a time; the first half's runs
+under the second half's last wgmma.
 
-One layer, or both of a MoE layer in one list of work, in any order that puts every Linear-1 entry of a row tile before its first Linear-2
-entry. Then a row tile of Linear-1's output is ready when `ready[tile]` has counted both warpgroups of all its column tiles:
+One layer, or both of a MoE layer, each with its table; every cluster, and in it every role, walks both with `tile_order`'s rule, and a
+Linear-2 entry comes when the cluster's Linear-1 cursor has come as far as the entry's reach (`work_table`). Then a row tile of Linear-1's
+output is ready when `ready[tile]` has counted both warpgroups of all its column tiles:
 
 1. The math warps stage a tile in shared memory, write its scales, and hand it to their warpgroup's store warp (named barrier `STAGED`).
 2. The store warp copies it to memory, says that the staging is free (`FREE`), waits until the copy is complete, and adds one
@@ -21,8 +23,7 @@ entry. Then a row tile of Linear-1's output is ready when `ready[tile]` has coun
    count added by the math warps, later, it would wait for their next tile's loads, which may wait for another warpgroup's count.
 3. The loading warp of a Linear-2 tile acquires the full count (gpu scope), makes a proxy fence, and lets the copy engine read.
 
-Clusters take entries in turn, so each works through its own in the list's order; the smallest unfinished entry can always run, since all
-CTAs are resident. The wait is bounded, and says so where the meetings of ranks do.
+All CTAs are resident, so no order deadlocks (`tile_order`). The wait is bounded, and says so where the meetings of ranks do.
 
 Epilogues (`xstage.moe.epilogues`): plain bf16; SwiGLU, routing weight and fp8 again; rows to slots anywhere.
 
@@ -47,24 +48,27 @@ from cutlass.tensor_utils import LayoutEnum
 
 from xstage.device import signals
 from xstage.device.meeting import FAILED, GENERATION, RANK, STATUS_ADDRESS, TIMEOUT_NS
-from xstage.moe.layout import LINEAR1
+from xstage.moe.layout import ARRIVED, LINEAR1
+from xstage.tile_order import NO_LAG, takes_linear2
 
 TILE_M, TILE_N, TILE_K = 128, 256, 128
 CLUSTER = 2
 THREADS = 384
-SCALES = TILE_M + 32  # floats of a stage: a scale per row, then four of the weight
+SCALES = TILE_M + 32  # floats of a stage: a scale per row, then four of the weight, then the tile's word
+WORD = TILE_M + 4
 MATH_REGISTERS, LOAD_REGISTERS = 232, 40
-# A work table's entry: row tile << 12 | layer << 11 | column tile << 1 | whether the pair shares the rows (else the weight).
+# A work table's entry: row tile << 12 | column tile << 1 | whether the pair shares the rows (else the weight). In a stage with the layer.
 ROW_SHIFT, LAYER_SHIFT, COLUMN_MASK = 12, 11, 1023
 
 
 class GroupedGemm:
     """epilogues: one of `xstage.moe.epilogues` per layer. stages: of the ring. unroll: stages of a round; divides `stages` and K / 128.
-    count: the entry of `totals` that counts the work.
+    count: of one layer, the entry of `totals` that counts the work; of two, the first two do. sender: sends rows meanwhile (`send_sm90`),
+    and Linear-1 tiles wait until theirs have arrived; of two layers only.
     """
 
-    def __init__(self, epilogues: tuple[Any, ...], stages: int, unroll: int, count: int) -> None:
-        self.epilogues, self.stages, self.unroll, self.count = epilogues, stages, unroll, count
+    def __init__(self, epilogues: tuple[Any, ...], stages: int, unroll: int, count: int, sender: Any = None) -> None:
+        self.epilogues, self.stages, self.unroll, self.count, self.sender = epilogues, stages, unroll, count, sender
 
     # Branches at run time carry `self` as an object without runtime values.
     def __extract_mlir_values__(self) -> list[Any]:
@@ -75,12 +79,14 @@ class GroupedGemm:
 
     @cute.jit
     def __call__(
-        self, layers: Any, outputs: Any, tile_expert: cute.Tensor, work: cute.Tensor, totals: cute.Tensor, ready: Any, columns: Any,
+        self, layers: Any, outputs: Any, tile_expert: cute.Tensor, work: Any, totals: cute.Tensor, ready: Any, columns: Any,
         ctas: Int32, stream: cuda.CUstream,
     ) -> None:  # fmt: skip
         """layers: per layer a uint8 [rows, K], weight uint8 [experts · N, K], a_scales float32 [K / 128, rows], weight_scales float32
         [experts, K / 128, N / 128]. outputs: what each layer's epilogue takes. columns: N of each layer.
-        ready: of two layers, (int32 [row tiles], zeros; control and call words of `xstage.device.meeting`).
+        work: per layer int32 [2 · entries], and of two layers int32 [entries] of the second, its reach.
+        ready: of two layers, (int32 [row tiles], zeros; control and call words of `xstage.device.meeting`); with a sender also
+            (int32 [row tiles]: end of the expert's real rows; int32 [row tiles]: rows that have arrived; what `Sender.run` is given).
         """
         stages = self.stages
         k_major = LayoutEnum.ROW_MAJOR.sm90_mma_major_mode()
@@ -125,7 +131,7 @@ class GroupedGemm:
 
     @cute.kernel
     def kernel(
-        self, sources: Any, targets: Any, tile_expert: cute.Tensor, work: cute.Tensor, totals: cute.Tensor, ready: Any,
+        self, sources: Any, targets: Any, tile_expert: cute.Tensor, work: Any, totals: cute.Tensor, ready: Any,
         start: cute.TiledMma, go_on: cute.TiledMma, slots_a: cute.ComposedLayout, slots_w: cute.ComposedLayout,
         halves_a: cute.ComposedLayout,
     ):  # fmt: skip
@@ -149,16 +155,23 @@ class GroupedGemm:
         cute.arch.cluster_wait()
 
         s_scales = shared.scales.get_tensor(cute.make_layout((SCALES, self.stages)))
-        entry, step, count = block // CLUSTER, cute.arch.grid_dim()[0] // CLUSTER, Int32(totals[self.count])
+        ends = (Int32(totals[self.count]), Int32(0))
+        if const_expr(len(self.epilogues) == 2):
+            ends = (Int32(totals[0]), Int32(totals[1]))
+        walk = (work, ends, member, cute.arch.grid_dim()[0] // CLUSTER)
+        cursor = self._enter(walk, block // CLUSTER)
         if thread // 128 == 2:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp == 8:
                 slots = [shared.a.get_tensor(slots_a.outer, swizzle=slots_a.inner), shared.a.get_tensor(halves_a.outer, swizzle=halves_a.inner), shared.w.get_tensor(slots_w.outer, swizzle=slots_w.inner)]  # fmt: skip  # noqa: E501
-                self._load(sources, slots, s_scales, tile_expert, work, ready, entry, step, count, member, full, empty)
+                self._load(sources, slots, s_scales, tile_expert, ready, walk, cursor, full, empty)
             if const_expr(len(self.epilogues) == 2):
+                if const_expr(self.sender is not None):
+                    if warp == 11:
+                        self.sender.run(ready[5], ready[2], block, cute.arch.grid_dim()[0])
                 if (warp == 9) | (warp == 10):
                     self.epilogues[0].begin(shared.staging, (warp - 9) * 128, targets[0])
-                    self._store(work, ready, entry, step, count, member)
+                    self._store(ready, walk, cursor)
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             slice_ = start.get_slice(thread)
@@ -175,9 +188,9 @@ class GroupedGemm:
                 epilogue.begin(shared.staging, thread, target)
             two = len(self.epilogues) == 2
             base, phase, staged = Int32(0), Int32(0), Int32(0)
-            mine = work[cutlass.min(entry, count - 1) * 2 + member] if count > 0 else Int32(0)
-            while entry < count:
-                m, n, layer = mine >> ROW_SHIFT, (mine >> 1) & COLUMN_MASK, (mine >> LAYER_SHIFT) & 1
+            word = self._word(s_scales, full, base, phase)
+            while word >= 0:
+                m, n, layer = word >> ROW_SHIFT, (word >> 1) & COLUMN_MASK, (word >> LAYER_SHIFT) & 1
                 rounds = Int32(sources[0][7])
                 if const_expr(two):
                     if layer == 1:
@@ -194,8 +207,6 @@ class GroupedGemm:
                     if staged == 1:
                         self.epilogues[0].await_free()
                     staged = layer ^ 1
-                entry += step
-                mine = work[cutlass.min(entry, count - 1) * 2 + member]
                 if const_expr(two):
                     if layer == 1:
                         self._round(1, fixed, base, phase, m, n, layer)
@@ -204,6 +215,7 @@ class GroupedGemm:
                 else:
                     self._round(0, fixed, base, phase, m, n, layer)
                 base, phase = self._next(base, phase)
+                word = self._word(s_scales, full, base, phase)
             if const_expr(two):
                 if staged == 1:
                     self.epilogues[0].await_free()
@@ -213,31 +225,80 @@ class GroupedGemm:
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
+    # A cursor: the next entry of each layer, what stands there, and the second one's reach. All of it was loaded a tile before it is used.
+
     @cute.jit
-    def _load(self, sources, slots, s_scales, tile_expert, work, ready, entry, step, count, member, full, empty):
+    def _enter(self, walk, index) -> Any:
+        """The cursor of cluster `index`."""
+        work, ends, member, _ = walk
+        first, second, reach = Int32(0), Int32(0), Int32(0)
+        if index < ends[0]:
+            first = work[0][index * 2 + member]
+        if const_expr(len(self.epilogues) == 2):
+            if index < ends[1]:
+                second, reach = work[1][index * 2 + member], work[2][index]
+        return index, index, first, second, reach
+
+    @cute.jit
+    def _take(self, walk, cursor) -> Any:
+        """(entry, layer, cursor behind it); layer −1 when there is no more."""
+        work, ends, member, step = walk
+        k1, k2, first, second, reach = cursor
+        mine, layer = first, Int32(0)
+        if (k1 >= ends[0]) & (k2 >= ends[1]):
+            layer = Int32(-1)
+        if const_expr(len(self.epilogues) == 2):
+            if takes_linear2(k1, k2, ends[0], ends[1], 1, reach, NO_LAG):
+                mine, layer = second, Int32(1)
+                k2 += step
+                if k2 < ends[1]:
+                    second, reach = work[1][k2 * 2 + member], work[2][k2]
+        if layer == 0:
+            k1 += step
+            if k1 < ends[0]:
+                first = work[0][k1 * 2 + member]
+        return mine, layer, (k1, k2, first, second, reach)
+
+    @cute.jit
+    def _load(self, sources, slots, s_scales, tile_expert, ready, walk, cursor, full, empty):
         """One warp: a stage's rows, weight and scales for every step of K of every tile."""
         parts = [self._parts(source, slots) for source in sources]
         stage, phase = Int32(0), Int32(0)
-        # What a tile needs to begin is looked up a tile ahead, the entry two: a look-up would leave the ring to run dry.
-        mine, following, expert = Int32(0), Int32(0), Int32(0)
-        if entry < count:
-            mine = work[entry * 2 + member]
-            following = work[cutlass.min(entry + step, count - 1) * 2 + member]
+        # What a tile needs to begin is looked up a tile ahead: a look-up would leave the ring to run dry.
+        mine, layer, cursor = self._take(walk, cursor)
+        expert, end, next_end = Int32(0), Int32(0), Int32(0)
+        if layer >= 0:
             expert = tile_expert[mine >> ROW_SHIFT]
-        while entry < count:
+            if const_expr(self.sender is not None):
+                end = ready[3][mine >> ROW_SHIFT]
+        while layer >= 0:
+            following, next_layer, cursor = self._take(walk, cursor)
             next_expert = tile_expert[following >> ROW_SHIFT]
-            after_next = work[cutlass.min(entry + 2 * step, count - 1) * 2 + member]
-            given = (s_scales, mine, expert, member, full, empty, stage, phase)
+            if const_expr(self.sender is not None):
+                next_end = ready[3][following >> ROW_SHIFT]
+            given = (s_scales, mine, layer, expert, walk[2], full, empty, stage, phase)
             if const_expr(len(sources) == 2):
-                if (mine >> LAYER_SHIFT) & 1 == 1:
+                if layer == 1:
                     self._wait_ready(ready, mine >> ROW_SHIFT, sources[0][8])
                     stage, phase = self._load_tile(sources[1], parts[1], *given)
                 else:
+                    if const_expr(self.sender is not None):
+                        self._wait_arrived(ready, mine >> ROW_SHIFT, end)
                     stage, phase = self._load_tile(sources[0], parts[0], *given)
             else:
                 stage, phase = self._load_tile(sources[0], parts[0], *given)
-            entry += step
-            mine, following, expert = following, after_next, next_expert
+            mine, layer, expert, end = following, next_layer, next_expert, next_end
+        cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+        words = _words(s_scales)
+        with cute.arch.elect_one():
+            words[WORD, stage] = Int32(-1)
+            cute.arch.mbarrier_arrive(full + stage)
+
+    @cute.jit
+    def _word(self, s_scales, full, stage, phase) -> Int32:
+        """Which tile begins with this stage: its entry, with the layer; −1 when there is no more."""
+        cute.arch.mbarrier_wait(full + stage, phase)
+        return _words(s_scales)[WORD, stage]
 
     def _parts(self, source: Any, slots: Any) -> Any:
         """Shared and global memory of each copy, box by box."""
@@ -249,18 +310,19 @@ class GroupedGemm:
         ]
 
     @cute.jit
-    def _load_tile(self, source, parts, s_scales, mine, expert, member, full, empty, stage, phase) -> tuple[Int32, Int32]:
+    def _load_tile(self, source, parts, s_scales, mine, layer, expert, member, full, empty, stage, phase) -> tuple[Int32, Int32]:
         (load_a, _), (share_a, _), (load_w, _), (share_w, _), a_scales, weight_scales, rows, k_blocks, n_blocks = source
         (to_a, from_a), (to_half, from_half), (to_w, from_w) = parts
         m, n = mine >> ROW_SHIFT, (mine >> 1) & COLUMN_MASK
         copy_scales = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        both = cutlass.Int16(3)
+        both, words, word = cutlass.Int16(3), _words(s_scales), mine | layer << LAYER_SHIFT
         w_block = expert * n_blocks + n * 2
         w_scale = expert * k_blocks * n_blocks + n // 2 * 4  # 16 bytes: the scales of this tile and of its neighbour
         for k in cutlass.range(k_blocks, unroll=1):
             cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
             bar = full + stage
             with cute.arch.elect_one():
+                words[WORD, stage] = word  # only the first stage's is read
                 cute.arch.mbarrier_arrive_and_expect_tx(bar, (TILE_M + TILE_N) * TILE_K + TILE_M * 4 + 16)
             if mine & 1 == 0:
                 cute.copy(load_a, from_a[(None, m, k)], to_a[(None, stage)], tma_bar_ptr=bar)
@@ -288,28 +350,42 @@ class GroupedGemm:
     @cute.jit
     def _wait_ready(self, ready, m, blocks) -> None:
         """Until Linear-1 has written row tile `m`: two warpgroups in each of `blocks` / 2 column tiles."""
-        counts, control, call = ready
-        failed = control.iterator.toint() + 8 * FAILED
-        seen = signals.wait_count_acquire_gpu(counts.iterator.toint() + Int64(m) * 4, Int32(blocks), failed, call[TIMEOUT_NS])
-        if seen < blocks:
-            status = Int64(Int32(control[GENERATION]) + 1) << 32 | signals.TIMED_OUT << 16 | call[RANK] << 8 | LINEAR1 + 1
-            if signals.claim_gpu(failed, status) == 0:
-                signals.store_relaxed_sys(call[STATUS_ADDRESS], status)
+        counts, control, call = ready[0], ready[1], ready[2]
+        at, failed = counts.iterator.toint() + Int64(m) * 4, control.iterator.toint() + 8 * FAILED
+        if signals.wait_count_acquire_gpu(at, Int32(blocks), failed, call[TIMEOUT_NS]) < blocks:
+            self._gave_up(ready, LINEAR1)
         cute.arch.fence_proxy("async")
 
     @cute.jit
-    def _store(self, work, ready, entry, step, count, member) -> None:
+    def _wait_arrived(self, ready, m, end) -> None:
+        """Until the rows of row tile `m` have come from all ranks; its expert's real rows end at `end`."""
+        rows = cutlass.min(end - m * TILE_M, TILE_M)
+        at, failed = ready[4].iterator.toint() + Int64(m) * 4, ready[1].iterator.toint() + 8 * FAILED
+        if signals.wait_count_acquire_sys(at, rows, failed, ready[2][TIMEOUT_NS]) < rows:
+            self._gave_up(ready, ARRIVED)
+        cute.arch.fence_proxy("async")
+
+    @cute.jit
+    def _gave_up(self, ready, phase: cutlass.Constexpr[int]) -> None:
+        """Say that a wait of `phase` gave up, if nothing failed before."""
+        control, call = ready[1], ready[2]
+        status = Int64(Int32(control[GENERATION]) + 1) << 32 | signals.TIMED_OUT << 16 | call[RANK] << 8 | phase + 1
+        if signals.claim_gpu(control.iterator.toint() + 8 * FAILED, status) == 0:
+            signals.store_relaxed_sys(call[STATUS_ADDRESS], status)
+
+    @cute.jit
+    def _store(self, ready, walk, cursor) -> None:
         """One warp per math warpgroup: its Linear-1 tiles from staging to memory, and the count of what is there."""
-        while entry < count:
-            mine = work[entry * 2 + member]
-            if (mine >> LAYER_SHIFT) & 1 == 0:
+        mine, layer, cursor = self._take(walk, cursor)
+        while layer >= 0:
+            if layer == 0:
                 m = mine >> ROW_SHIFT
                 self.epilogues[0].store_staged(m, (mine >> 1) & COLUMN_MASK)
                 cute.arch.fence_proxy("async")
                 cute.arch.sync_warp()
                 if cute.arch.lane_idx() == 0:
                     signals.count_release_gpu(ready[0].iterator.toint() + Int64(m) * 4)
-            entry += step
+            mine, layer, cursor = self._take(walk, cursor)
 
     @cute.jit
     def _round(self, last: cutlass.Constexpr[int], fixed, base, phase, m, n, layer) -> None:
@@ -367,3 +443,8 @@ class GroupedGemm:
                 for r, scales in ((0, upper), (1, lower)):
                     at = ((i, r, j), 0, 0)
                     total[at] = total[at] + scales[j % 2] * product[at]
+
+
+def _words(s_scales: cute.Tensor) -> cute.Tensor:
+    """The same memory as int32."""
+    return cute.make_tensor(cute.recast_ptr(s_scales.iterator, dtype=Int32), s_scales.layout)

@@ -18,6 +18,8 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from xstage.errors import XStageError
 from xstage.moe import epilogues
 from xstage.moe.gemm_sm90 import CLUSTER, TILE_K, GroupedGemm
+from xstage.moe.layout import BufferLayout
+from xstage.moe.send_sm90 import Sender
 
 STAGES = 4  # as many as fit
 LINEAR1, LINEAR2 = 0, 1  # whose count of `totals` is meant
@@ -67,23 +69,24 @@ def plain(
 
 def both(
     a: torch.Tensor, a_scales: torch.Tensor, weight1: torch.Tensor, weight1_scales: torch.Tensor, weight2: torch.Tensor,
-    weight2_scales: torch.Tensor, tile_expert: torch.Tensor, work: torch.Tensor, totals: torch.Tensor, row_weight: torch.Tensor,
-    middle: torch.Tensor, middle_scales: torch.Tensor, row_slot: torch.Tensor, ready: torch.Tensor, control: torch.Tensor,
-    call: torch.Tensor, clamp: float | None = None,
+    weight2_scales: torch.Tensor, tile_expert: torch.Tensor, work: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    totals: torch.Tensor, row_weight: torch.Tensor, middle: torch.Tensor, middle_scales: torch.Tensor, row_slot: torch.Tensor,
+    ready: tuple[Any, ...], clamp: float | None = None, layout: BufferLayout | None = None,
 ) -> None:  # fmt: skip
-    """`swiglu` and `rows` in one kernel, in the order of `work`, whose entries of Linear-2 have the bit `gemm_sm90.LAYER_SHIFT`.
+    """`swiglu` and `rows` in one kernel.
 
-    ready: int32 [rows / 128], zeros; counts finished parts of Linear-1. control, call: words of `xstage.device.meeting`; a wait that gives
-    up says so there. totals: the first is the number of entries of `work`.
+    work: of Linear-1, of Linear-2, and the reach of the entries of Linear-2 (`xstage.moe.work_table`).
+    ready: (int32 [rows / 128], zeros; control and call words of `xstage.device.meeting`); with a layout, which is `direct`, the kernel
+    also sends this rank's rows, and `ready` goes on with (tile_end, arrived, addresses for `send_sm90.Sender.run`).
     """
     (experts, n1, k1), (_, n2, k2) = weight1.shape, weight2.shape
-    kernel = _compiled("both", min(_unroll(a), _unroll(middle)), clamp)
+    kernel = _compiled("both", min(_unroll(a), _unroll(middle)), clamp, layout)
     layers = (
         (a, weight1.view(experts * n1, k1), a_scales, weight1_scales.flatten(2)),
         (middle, weight2.view(experts * n2, k2), middle_scales, weight2_scales),
     )
     outputs = ((middle, middle_scales, row_weight), row_slot)
-    kernel(layers, outputs, tile_expert, work, totals, (ready, control, call), (n1, n2), _ctas(a.device.index))
+    kernel(layers, outputs, tile_expert, work, totals, ready, (n1, n2), _ctas(a.device.index))
 
 
 def _unroll(a: torch.Tensor) -> int:
@@ -102,7 +105,7 @@ def _launch(
     if depth != a.shape[1] or columns % 512 or a.shape[0] % 128:
         raise XStageError(f"weight: {tuple(weight.shape)} does not fit rows {tuple(a.shape)}: same K, N a multiple of 512, rows of 128")
     layer = (a, weight.view(experts * columns, depth), a_scales, weight_scales)
-    kernel((layer,), (outputs,), tile_expert, work, totals, None, (columns,), _ctas(a.device.index))
+    kernel((layer,), (outputs,), tile_expert, (work,), totals, None, (columns,), _ctas(a.device.index))
 
 
 @cache
@@ -112,8 +115,8 @@ def _ctas(device: int) -> int:
 
 
 @cache
-def _compiled(kind: str, unroll: int, option: Any = None) -> Any:
-    """Compiled once per process (about 3 s). option: the clamp of `swiglu`, which table of `plain`."""
+def _compiled(kind: str, unroll: int, option: Any = None, layout: BufferLayout | None = None) -> Any:
+    """Compiled once per process (about 3 s). option: the clamp of `swiglu`, which table of `plain`. layout: rows are sent too."""
     rows, columns1, columns2 = cute.sym_int(divisibility=128), cute.sym_int(divisibility=4), cute.sym_int(divisibility=4)
 
     def matrix(dtype: Any, shape: tuple[Any, ...], divisibility: int) -> Any:
@@ -141,9 +144,13 @@ def _compiled(kind: str, unroll: int, option: Any = None) -> Any:
         "plain": ((epilogues.Plain(),), (bf16,), option),
         "both": ((epilogues.SwigluFp8(option, handed=True), epilogues.RowsToSlots()), (fp8, vector(Int64)), LINEAR1),
     }[kind]
-    ready = (vector(Int32), vector(Int64), vector(Int64)) if kind == "both" else None
+    sender = None if layout is None else Sender(layout)
+    ready: Any = (vector(Int32), vector(Int64), vector(Int64)) if kind == "both" else None
+    if sender is not None:
+        ready += (vector(Int32), vector(Int32), tuple(Int64(0) for _ in range(5)))
+    work = tuple(vector(Int32) for _ in range(3 if kind == "both" else 1))
     layers = tuple(layer(columns) for _, columns in zip(parts, (columns1, columns2), strict=False))
     return cute.compile(
-        GroupedGemm(parts, STAGES, unroll, count), layers, outputs, vector(Int32), vector(Int32), vector(Int32), ready,
+        GroupedGemm(parts, STAGES, unroll, count, sender), layers, outputs, vector(Int32), work, vector(Int32), ready,
         tuple(Int32(512) for _ in parts), Int32(132), make_fake_stream(use_tvm_ffi_env_stream=True), options="--enable-tvm-ffi",
     )  # fmt: skip

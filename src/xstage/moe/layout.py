@@ -11,6 +11,9 @@ Regions, in order; each starts at a multiple of 128 bytes, each row at a multipl
 * `sources`, 4 × int32 per row: source rank, token, pick, and the bits of the float32 routing weight. One 16-byte store.
 * `activations`: the row, `hidden` elements.
 * `activation_scales`, float32 per 128 columns of the row (fp8 only), row-major, so that a row's scales are one contiguous store.
+* Instead of the last three, where rows arrive ready for the GEMMs (`direct`): `arrived`, int32 per tile: rows that have come;
+  `row_weight`, float32, and `row_slot`, int64 per row: routing weight, and the address (as this rank sees it) of the slot where the
+  result goes; `activations`; `scales`, float32 [hidden / 128, rows], as the GEMM reads them.
 * `combine` [max tokens, top_k, hidden]: results come back to the token's own pick. Slots of masked picks are never written or read.
 
 The number of rows is the most that any routing can bring to a rank, P = ranks · max tokens · top_k pairs on n = min(P, experts / ranks)
@@ -34,11 +37,13 @@ SOURCE_WORDS = 4
 # Limits of the kernels, and the tokens that they count together.
 MAX_RANKS, MAX_PICKS, MAX_EXPERTS = 32, 32, 1024
 CHUNK_TOKENS = 128
+ITEM_PAIRS = 16  # that one warp sends at a time: their scales then are runs of 64 bytes
 # Meetings of a call, in order: counts are known, rows have arrived, results have arrived.
 MEETINGS = ("counted", "dispatched", "combined")
 COUNTED, DISPATCHED, COMBINED = range(len(MEETINGS))
-PHASES = (*MEETINGS, "linear1")  # what a wait can be for: peers, or the first layer of the same GPU
-LINEAR1 = len(MEETINGS)
+# What a wait can be for: peers, the first layer of the same GPU, rows that a peer sends while the GEMMs run.
+PHASES = (*MEETINGS, "linear1", "arrived")
+LINEAR1, ARRIVED = len(MEETINGS), len(MEETINGS) + 1
 # Element of activations, element of combine slots. float64 is for the reference.
 ELEMENTS = {"fp8": ("float8_e4m3fn", "bfloat16"), "bf16": ("bfloat16", "bfloat16"), "float64": ("float64", "float64")}
 ITEM_BYTES = {"int64": 8, "int32": 4, "float32": 4, "float8_e4m3fn": 1, "bfloat16": 2, "float64": 8}
@@ -72,6 +77,7 @@ class BufferLayout:
     Attributes:
         ranks, experts (over all ranks), hidden, top_k, max_tokens_per_rank. tile: rows that an expert's rows are padded to.
         precision: `fp8`, `bf16` or `float64`, what travels to the experts; results travel as bfloat16 (float64).
+        direct: rows arrive ready for the GEMMs, while they run (fp8 only).
 
     Raises:
         XStageError: a number outside its range, or one that does not divide another.
@@ -84,6 +90,7 @@ class BufferLayout:
     max_tokens_per_rank: int
     tile: int = 128
     precision: str = "fp8"
+    direct: bool = False
 
     def __post_init__(self) -> None:
         for name in ("ranks", "experts", "hidden", "top_k", "max_tokens_per_rank", "tile"):
@@ -92,6 +99,8 @@ class BufferLayout:
                 raise XStageError(f"{name}: {value!r} must be a whole number of at least 1")
         if self.precision not in ELEMENTS:
             raise XStageError(f"precision: {self.precision!r} is not one of {', '.join(ELEMENTS)}")
+        if self.direct and self.precision != "fp8":
+            raise XStageError(f"direct: needs precision 'fp8', not {self.precision!r}")
         if self.experts % self.ranks:
             raise XStageError(f"experts: {self.experts} must be a multiple of the number of ranks, {self.ranks}")
         if self.top_k > self.experts:
@@ -113,15 +122,19 @@ class BufferLayout:
     @cached_property
     def regions(self) -> tuple[Region, ...]:
         element, result = ELEMENTS[self.precision]
-        wanted = [
-            ("signals", 1, len(MEETINGS) * self.ranks, "int64"),
-            ("counts", self.ranks, self.experts, "int32"),
-            ("sources", self.rows, SOURCE_WORDS, "int32"),
-            ("activations", self.rows, self.hidden, element),
-            ("combine", self.max_tokens_per_rank * self.top_k, self.hidden, result),
-        ]
-        if self.precision == "fp8":
-            wanted.insert(4, ("activation_scales", self.rows, self.hidden // SCALE_COLUMNS, "float32"))
+        blocks = self.hidden // SCALE_COLUMNS
+        wanted = [("signals", 1, len(MEETINGS) * self.ranks, "int64"), ("counts", self.ranks, self.experts, "int32")]
+        if self.direct:
+            wanted += [
+                ("arrived", 1, self.rows // self.tile, "int32"), ("row_weight", 1, self.rows, "float32"),
+                ("row_slot", 1, self.rows, "int64"), ("activations", self.rows, self.hidden, element),
+                ("scales", blocks, self.rows, "float32"),
+            ]  # fmt: skip
+        else:
+            wanted += [("sources", self.rows, SOURCE_WORDS, "int32"), ("activations", self.rows, self.hidden, element)]
+            if self.precision == "fp8":
+                wanted.append(("activation_scales", self.rows, blocks, "float32"))
+        wanted.append(("combine", self.max_tokens_per_rank * self.top_k, self.hidden, result))
         regions, offset = [], 0
         for name, rows, columns, dtype in wanted:
             region = Region(name, offset, rows, columns, dtype, _up(columns * ITEM_BYTES[dtype], ROW_ALIGNMENT))

@@ -29,7 +29,7 @@ import math
 import socket
 import warnings
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -150,7 +150,7 @@ class MegaMoE:
             raise XStageError(f"mode: {mode!r} is not one of {', '.join(MODES)}")
         layout = arguments.layout(ranks, num_experts, hidden, intermediate, top_k, max_tokens_per_rank)
         weights = Weights.size_bytes(layout.experts_per_rank, hidden, intermediate)
-        symmetric = 0 if mode == "torch" else layout.size_bytes
+        symmetric = 0 if mode == "torch" else replace(layout, direct=mode == "serial" and schedule != "serial").size_bytes
         return MoEBytes(
             symmetric, SerialPipeline.local_bytes(layout, intermediate, schedule != "serial") if mode == "serial" else 0, weights
         )

@@ -25,9 +25,9 @@ from cutlass.memory import SmemAllocator
 
 from xstage.device.loads import load_4, load_8
 from xstage.device.meeting import PEERS, RANK, Protocol, fake_words
-from xstage.device.stores import store_4, store_8
-from xstage.moe.layout import CHUNK_TOKENS, COUNTED, MAX_EXPERTS
-from xstage.moe.work_table import GROUP_UNITS, LINEAR2, TILE_ROWS, WorkOrder, encoded, entries, place
+from xstage.device.stores import store_4, store_8, store_16
+from xstage.moe.layout import CHUNK_TOKENS, COUNTED, ITEM_PAIRS, MAX_EXPERTS
+from xstage.moe.work_table import GROUP_UNITS, TILE_ROWS, WorkOrder, encoded, entries, place
 
 WARP_TOKENS = 16
 ENTRIES1, ENTRIES2, TILES, ROWS = 0, 1, 2, 3  # `totals`
@@ -65,18 +65,29 @@ class Count:
         return self
 
     @cute.jit
-    def __call__(self, topk_idx: Int64, tokens: Int32, chunk_counts: cute.Tensor, positions: cute.Tensor, stream: cuda.CUstream) -> None:
+    def __call__(
+        self, topk_idx: Int64, tokens: Int32, chunk_counts: cute.Tensor, positions: cute.Tensor, cleared: Int64, clear_bytes: Int32,
+        stream: cuda.CUstream,
+    ) -> None:  # fmt: skip
         """Launch.
 
         Args:
             topk_idx: address of [tokens, top_k]. chunk_counts: int32 [chunks · experts], written. positions: int32 [tokens · top_k],
                 written; of no meaning where the pick is masked.
+            cleared, clear_bytes: memory that is zeroed on the way, a multiple of 16 bytes.
         """
         chunks = cutlass.max((tokens + (CHUNK_TOKENS - 1)) // CHUNK_TOKENS, 1)
-        self.kernel(topk_idx, tokens, chunk_counts, positions).launch(grid=(chunks, 1, 1), block=[self.threads, 1, 1], stream=stream)
+        self.kernel(topk_idx, tokens, chunk_counts, positions, cleared, clear_bytes).launch(
+            grid=(chunks, 1, 1), block=[self.threads, 1, 1], stream=stream
+        )
 
     @cute.kernel
-    def kernel(self, topk_idx: Int64, tokens: Int32, chunk_counts: cute.Tensor, positions: cute.Tensor):
+    def kernel(
+        self, topk_idx: Int64, tokens: Int32, chunk_counts: cute.Tensor, positions: cute.Tensor, cleared: Int64, clear_bytes: Int32
+    ):  # fmt: skip
+        start = (cute.arch.block_idx()[0] * self.threads + cute.arch.thread_idx()[0]) * 16
+        for offset in cutlass.range(start, clear_bytes, cute.arch.grid_dim()[0] * self.threads * 16, unroll=1):
+            store_16(cleared + Int64(offset), Int32(0), Int32(0), Int32(0), Int32(0))
         warps, row = self.threads // 32, self.experts + 1  # the last bin takes masked picks
         bins = SmemAllocator().allocate_tensor(Int32, cute.make_layout(warps * row), byte_alignment=16)
         if cute.arch.block_idx()[0] * CHUNK_TOKENS < tokens:
@@ -130,7 +141,7 @@ class Count:
 
 
 class Plan:
-    """One CTA of `MAX_EXPERTS` threads. columns1, columns2: column tiles of the two GEMMs, even. order: of one list of both, or None.
+    """One CTA of `MAX_EXPERTS` threads. columns1, columns2: column tiles of the two GEMMs, even. order: of both in one kernel, or None.
 
     counts: offset of the layout's region, and bytes from one of its rows to the next.
     """
@@ -155,8 +166,8 @@ class Plan:
     @cute.jit
     def __call__(
         self, tokens: Int32, chunk_bases: cute.Tensor, first: cute.Tensor, tile_expert: cute.Tensor, tile_end: cute.Tensor,
-        expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, ready: cute.Tensor, control: cute.Tensor,
-        call: cute.Tensor, words: cute.Tensor, stream: cuda.CUstream,
+        expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, reach: cute.Tensor, ready: cute.Tensor,
+        send_first: cute.Tensor, items: cute.Tensor, control: cute.Tensor, call: cute.Tensor, words: cute.Tensor, stream: cuda.CUstream,
     ) -> None:  # fmt: skip
         """Launch.
 
@@ -165,19 +176,22 @@ class Plan:
             first: int32 [experts]: row, at its owner, of this rank's first pair of each expert.
             tile_expert, tile_end: int32 [tiles]: local expert of a tile, and the end of that expert's real rows.
             expert_counts: int32 [experts of this rank]. totals: int32 [4], see `ENTRIES1` and the others.
-            work1, work2: int32 [2 · entries], see `work_table`. With an order both layers are in `work1`, all counted by `ENTRIES1`.
-            ready: int32 [tiles], zeroed with an order.
+            work1, work2: int32 [2 · entries], see `work_table`.
+            reach: int32 [entries of work2], ready: int32 [tiles], zeroed; both with an order only. So are
+            send_first: int32 [experts]: place of this rank's first pair of each expert in the list of pairs to send.
+            items: int32 [4 · (1 + items)]: how many there are, and per item place in the list, expert, pairs, row at the expert's rank.
             control, call, words: see `xstage.device.meeting`.
         """
         self.kernel(
-            tokens, chunk_bases, first, tile_expert, tile_end, expert_counts, totals, work1, work2, ready, control, call, words
+            tokens, chunk_bases, first, tile_expert, tile_end, expert_counts, totals, work1, work2, reach, ready, send_first, items,
+            control, call, words
         ).launch(grid=(1, 1, 1), block=[self.threads, 1, 1], stream=stream)  # fmt: skip
 
     @cute.kernel
     def kernel(
         self, tokens: Int32, chunk_bases: cute.Tensor, first: cute.Tensor, tile_expert: cute.Tensor, tile_end: cute.Tensor,
-        expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, ready: cute.Tensor, control: cute.Tensor,
-        call: cute.Tensor, words: cute.Tensor,
+        expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, reach: cute.Tensor, ready: cute.Tensor,
+        send_first: cute.Tensor, items: cute.Tensor, control: cute.Tensor, call: cute.Tensor, words: cute.Tensor,
     ):  # fmt: skip
         thread = cute.arch.thread_idx()[0]
         smem = SmemAllocator()
@@ -225,11 +239,39 @@ class Plan:
         if refused[0] != 0:
             if thread < 4:
                 totals[thread] = Int32(0)
+                if const_expr(self.order is not None):
+                    items[thread] = Int32(0)
         else:
             self.derive(
-                me, thread, call, first, tile_expert, tile_end, expert_counts, totals, work1, work2, ready, tile_sums, single_sums,
+                me, thread, call, first, tile_expert, tile_end, expert_counts, totals, work1, work2, reach, ready, tile_sums, single_sums,
                 unit_first, loads, warp_sums,
             )  # fmt: skip
+            if const_expr(self.order is not None):
+                cute.arch.sync_threads()
+                self.list_sends(me, thread, first, send_first, items, partial, warp_sums)
+
+    @cute.jit
+    def list_sends(
+        self, me: Int32, thread: Int32, first: cute.Tensor, send_first: cute.Tensor, items: cute.Tensor, partial: cute.Tensor,
+        warp_sums: cute.Tensor,
+    ) -> None:  # fmt: skip
+        """Pairs to send in the order in which they are needed: all ranks' first experts, the next ranks' first, then their second …"""
+        expert = (me + 1 + thread % self.world) % self.world * self.mine + thread // self.world
+        count = Int32(0)
+        if thread < self.experts:
+            for i in cutlass.range_constexpr(self.parts):
+                count += partial[i * self.experts + expert]
+        here = (count + (ITEM_PAIRS - 1)) // ITEM_PAIRS
+        place_of = self.exclusive_sum(count, warp_sums, 0, thread)
+        item = self.exclusive_sum(here, warp_sums, 32, thread)
+        if thread < self.experts:
+            send_first[expert] = place_of
+            row = first[expert]
+            for done in cutlass.range(0, count, ITEM_PAIRS, unroll=1):
+                at = items.iterator.toint() + Int64(1 + item + done // ITEM_PAIRS) * 16
+                store_16(at, place_of + done, expert, cutlass.min(count - done, ITEM_PAIRS), row + done)
+        if thread == self.experts - 1:
+            items[0] = item + here
 
     def counts_of(self, buffer: Int64, rank: Int32, expert: Int32) -> Int64:
         """Address of a count in the buffer at `buffer`."""
@@ -266,7 +308,7 @@ class Plan:
     @cute.jit
     def derive(
         self, me: Int32, thread: Int32, call: cute.Tensor, first: cute.Tensor, tile_expert: cute.Tensor, tile_end: cute.Tensor,
-        expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, ready: cute.Tensor,
+        expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, reach: cute.Tensor, ready: cute.Tensor,
         tile_sums: cute.Tensor, single_sums: cute.Tensor, unit_first: cute.Tensor, loads: cute.Tensor, warp_sums: cute.Tensor,
     ) -> None:  # fmt: skip
         """Everything that follows from the counts of all ranks; thread e works for expert e."""
@@ -304,9 +346,8 @@ class Plan:
                 unit_first[local] = (tiles_before - tile_base + singles_before - single_base) // 2
         if thread == 0:
             unit_first[mine] = units
-            first_layer, second_layer = (entries(units, single_count, columns) for columns in (self.columns1, self.columns2))
-            totals[ENTRIES1] = first_layer if const_expr(self.order is None) else first_layer + second_layer
-            totals[ENTRIES2] = second_layer
+            totals[ENTRIES1] = entries(units, single_count, self.columns1)
+            totals[ENTRIES2] = entries(units, single_count, self.columns2)
             totals[TILES] = tile_count
             totals[ROWS] = tile_count * TILE_ROWS
         cute.arch.sync_threads()
@@ -330,52 +371,39 @@ class Plan:
             m_tile = tile_sums[from_me + owner] - tile_base + 2 * (unit - unit_first[owner])
             alone = m_tile + 1 == tile_sums[from_me + owner + 1] - tile_base
             group_of = (group, singles_first, group_end - group, singles_end - singles_first)
-            if const_expr(self.order is None):
-                self.write(work1, self.columns1, unit, singles, group_of, m_tile, alone, None)
-                self.write(work2, self.columns2, unit, singles, group_of, m_tile, alone, None)
-            else:
-                wave = unit // self.order.wave_units * self.order.wave_units
-                wave_end = cutlass.min(wave + self.order.wave_units, units)
-                singles_wave = single_sums[from_me + self.search(unit_first, Int32(0), wave)] - single_base
+            bound = (Int32(0), Int32(0))
+            if const_expr(self.order is not None):
+                wave_end = cutlass.min(unit // self.order.wave_units * self.order.wave_units + self.order.wave_units, units)
                 singles_wave_end = single_count
                 if wave_end < units:
                     singles_wave_end = single_sums[from_me + self.search(unit_first, Int32(0), wave_end)] - single_base
-                end1 = entries(wave_end, singles_wave_end, self.columns1)
-                start2 = entries(wave, singles_wave, self.columns2)
-                all1, all2 = (entries(units, single_count, columns) for columns in (self.columns1, self.columns2))
-                self.write(work1, self.columns1, unit, singles, group_of, m_tile, alone, (1, start2, all2))
-                self.write(work1, self.columns2, unit, singles, group_of, m_tile, alone, (2, end1, all1))
+                bound = (entries(wave_end, singles_wave_end, self.columns1), entries(units, single_count, self.columns1))
+            self.write(work1, self.columns1, unit, singles, group_of, m_tile, alone, None, bound)
+            self.write(work2, self.columns2, unit, singles, group_of, m_tile, alone, reach, bound)
 
     @cute.jit
     def write(
-        self, table: cute.Tensor, columns: cutlass.Constexpr[int], unit: Int32, singles: Int32, group, m_tile: Int32, alone, merged
+        self, table: cute.Tensor, columns: cutlass.Constexpr[int], unit: Int32, singles: Int32, group, m_tile: Int32, alone, reach, bound
     ) -> None:
-        """The entries of one unit. merged: of one list of both layers, which layer, its wave's bound, and all entries of the other."""
+        """The entries of one unit, and with an order their reach, where there is a table. bound: end of the wave, and of all."""
         for n in cutlass.range_constexpr(0, columns, 2):
             even = place(n, unit, singles, group, columns)
             if alone:
-                self.write_entry(table, even, encoded(m_tile, n, 1), encoded(m_tile, n + 1, 1), merged)
+                self.write_entry(table, even, encoded(m_tile, n, 1), encoded(m_tile, n + 1, 1), reach, bound)
             else:
-                self.write_entry(table, even, encoded(m_tile, n, 0), encoded(m_tile + 1, n, 0), merged)
+                self.write_entry(table, even, encoded(m_tile, n, 0), encoded(m_tile + 1, n, 0), reach, bound)
                 odd = place(n + 1, unit, singles, group, columns)
-                self.write_entry(table, odd, encoded(m_tile, n + 1, 0), encoded(m_tile + 1, n + 1, 0), merged)
+                self.write_entry(table, odd, encoded(m_tile, n + 1, 0), encoded(m_tile + 1, n + 1, 0), reach, bound)
 
     @cute.jit
-    def write_entry(self, table: cute.Tensor, index: Int32, a: Int32, b: Int32, merged) -> None:
-        if const_expr(merged is not None):
-            layer, bound, all_other = merged
-            if const_expr(layer == 1):
-                before = all_other
-                for candidate in self.order.passed(index, bound):
-                    before = cutlass.min(before, cutlass.max(candidate, Int32(0)))
-            else:
-                before = Int32(0)
-                for candidate in self.order.reach(index, bound):
-                    before = cutlass.max(before, candidate)
-                before = cutlass.min(before, all_other)
-                a, b = a | LINEAR2, b | LINEAR2
-            index += before
+    def write_entry(self, table: cute.Tensor, index: Int32, a: Int32, b: Int32, reach, bound) -> None:
         store_8(table.iterator.toint() + Int64(index) * 8, a, b)
+        if const_expr(reach is not None and self.order is not None):
+            wave_end, end = bound
+            farthest = Int32(0)
+            for candidate in self.order.reach(index, wave_end):
+                farthest = cutlass.max(farthest, candidate)
+            reach[index] = cutlass.min(farthest, end)
 
     @cute.jit
     def search(self, sums: cute.Tensor, offset: Int32, value: Int32) -> Int32:
@@ -423,7 +451,9 @@ def fake_int32(count: int) -> list[Any]:
 def compiled_count(experts: int, top_k: int, wide: bool) -> Any:
     """`Count`; call it with (address of topk_idx, tokens, chunk_counts, positions)."""
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(Count(experts, top_k, wide), Int64(0), Int32(0), *fake_int32(2), stream, options="--enable-tvm-ffi")
+    return cute.compile(
+        Count(experts, top_k, wide), Int64(0), Int32(0), *fake_int32(2), Int64(0), Int32(0), stream, options="--enable-tvm-ffi"
+    )
 
 
 @cache
@@ -433,4 +463,4 @@ def compiled_plan(
     """`Plan`; call it with the arguments of `Plan.__call__`, without the stream."""
     kernel = Plan(world, experts, counts, columns1, columns2, order)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(kernel, Int32(0), *fake_int32(9), *fake_words(3), stream, options="--enable-tvm-ffi")
+    return cute.compile(kernel, Int32(0), *fake_int32(12), *fake_words(3), stream, options="--enable-tvm-ffi")

@@ -108,7 +108,8 @@ def _permuted(w: torch.Tensor, last: tuple[int, ...]) -> torch.Tensor:
 
 def _scales(magnitudes: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
     largest = torch.where(magnitudes.isfinite(), magnitudes, 0.0).amax(dims)
-    scales = largest / E4M3_MAX
+    # By a tensor: GPUs multiply by the reciprocal of a number.
+    scales = largest / torch.full_like(largest, E4M3_MAX)
     # Float32 times 448 is exact in float64: it decides whether the division rounded down.
     below = scales.double() * E4M3_MAX < largest.double()
     return torch.where(below, torch.nextafter(scales, torch.full_like(scales, torch.inf)), scales).clamp_min(SMALLEST_SCALE)

@@ -1,17 +1,19 @@
 """A MoE layer as one step after another: what `MegaMoE` runs, and what it runs where the kernels cannot.
 
 * `SerialPipeline`: dispatch by stores into the peers' buffers, two grouped GEMMs, the second of which stores its rows into the peers'
-  buffers, and the sum over picks. The host never waits, and no size depends on the routing: legal in CUDA graphs. With an order both
-  GEMMs are one persistent kernel, whose Linear-1 tiles stand between the stores of Linear-2 and give them time to drain.
+  buffers, and the sum over picks. The host never waits, and no size depends on the routing: legal in CUDA graphs. With an order dispatch
+  and both GEMMs are one persistent kernel: it computes on the rows that have arrived, and Linear-1 tiles stand between the stores of
+  Linear-2 and give them time to drain.
 * `TorchPipeline`: plain torch and `all_to_all_single`, as one writes it without kernels: the host waits for the counts, experts come one
   after another, everything between the fp8 weights is bfloat16. It is also the baseline of the study.
 
-Not covered: overlap of dispatch, and of the sum over picks, with the GEMMs.
+Not covered: overlap of the sum over picks with the GEMMs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -46,18 +48,19 @@ class SerialPipeline:
         from xstage.moe.exchange import Exchange
 
         intermediate = weights.intermediate
+        layout = replace(layout, direct=order is not None)
         self.weights, self.clamp = weights, clamp
         self.exchange = Exchange(layout, intermediate=intermediate, group=group, device=device, timeout_s=timeout_s, tag=tag, order=order)
         self.middle = torch.empty(layout.rows, intermediate, dtype=torch.uint8, device=device)
         self.middle_scales = torch.empty(intermediate // quantize.BLOCK, layout.rows, device=device)
 
     @staticmethod
-    def local_bytes(layout: BufferLayout, intermediate: int, merged: bool = False) -> int:
-        """Bytes beside the symmetric buffer and the weights. merged: both GEMMs in one kernel."""
+    def local_bytes(layout: BufferLayout, intermediate: int, fused: bool = False) -> int:
+        """Bytes beside the symmetric buffer and the weights. fused: both GEMMs in one kernel."""
         from xstage.moe.exchange import scratch_bytes
 
         middle = layout.rows * (intermediate + 4 * intermediate // quantize.BLOCK)
-        return scratch_bytes(layout, intermediate, merged) + middle
+        return scratch_bytes(layout, intermediate, fused) + middle
 
     def run(
         self, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
@@ -72,7 +75,7 @@ class SerialPipeline:
         self.exchange.combine(topk_idx, out)
 
     def gemms(self, row_slot: torch.Tensor) -> None:
-        """Both layers for the rows that the last dispatch brought; row r of Linear-2 goes to the address `row_slot[r]`."""
+        """Both layers for the rows of the last dispatch; row r of Linear-2 goes to the address `row_slot[r]`."""
         from xstage.moe import grouped_gemm
 
         e, w = self.exchange, self.weights
@@ -81,8 +84,9 @@ class SerialPipeline:
             self.linear2(row_slot)
             return
         grouped_gemm.both(
-            e.activations, e.scales, w.w1, w.w1_scales, w.w2, w.w2_scales, e.tile_expert, e.work1, e.totals, e.row_weight, self.middle,
-            self.middle_scales, row_slot, e.ready, e.control, e.call, self.clamp,
+            e.activations, e.scales, w.w1, w.w1_scales, w.w2, w.w2_scales, e.tile_expert, (e.work1, e.work2, e.reach), e.totals,
+            e.row_weight, self.middle, self.middle_scales, row_slot,
+            (e.ready, e.control, e.call, e.tile_end, e.arrived, e.sends), self.clamp, e.layout,
         )  # fmt: skip
 
     def linear1(self) -> None:

@@ -13,17 +13,19 @@ that a group's rows and a column of weights stay in the L2 cache while they are 
 The position of an entry has a closed form (`entries`, `place`), which the kernel that makes the table on the device uses, one thread per
 unit; `work_table` says the same by counting, and tests hold them together. Nothing here imports torch.
 
-Both layers of a fused kernel in one list (`WorkOrder`, `merged_table`): entries of Linear-2 carry a bit of their own, and each layer keeps
-the order above. An order is the number of Linear-1 entries that come before a Linear-2 entry, its *reach*; columns1 and columns2 stand in
-the same ratio as the entries of the layers in every group, so the reach has a closed form too:
+Both layers in one kernel (`WorkOrder`): every cluster walks both tables with the number of clusters as stride, and takes the next Linear-2
+entry as soon as its own Linear-1 cursor has come as far as that entry's *reach* (`walk`, which is `xstage.tile_order`'s rule with entries
+for tiles; there is the argument why no order can deadlock). Walking both tables gives every cluster its share of both layers, whatever the
+order; one list of both, dealt out in turns, would give some only the long tiles. An order is a table of reaches, which has a closed form
+because the layers' entries stand in the ratio columns1 : columns2 in every group:
 
-* `interleaved`: k · columns1 // columns2 + lead. Linear-2 follows Linear-1 at a fixed distance, in proportion, to the end (Algorithm 1 with
-  row tiles for rows; the lead is D · columns1 / 2 entries).
-* `alternating`: at least k + lead: after a warm-up one to one, whatever the proportion.
+* `interleaved`: k2 · columns1 // columns2 + lead. Linear-2 follows Linear-1 at a fixed distance, in proportion, to the end (Algorithm 1
+  with row tiles for rows; the lead is D · columns1 / 2 entries).
+* `alternating`: at least k2 + lead: after a warm-up one to one, whatever the proportion.
 * `expert_wave`: the end of the wave, whole groups of units that make about two rounds of Linear-1 tiles.
 
 The lead is at least a group of Linear-1 entries, and so is what `alternating` adds to the proportion: then every reach lies behind all
-Linear-1 entries of its group, hence of its row tile. This is `xstage.tile_order`'s global order with entries for tiles.
+Linear-1 entries of its group, hence of its row tile.
 
 Not covered: odd numbers of column tiles, clusters of another size.
 """
@@ -34,9 +36,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from xstage.tile_order import LINEAR1, LINEAR2, NO_LAG, takes_linear2
+
 TILE_ROWS, TILE_COLUMNS, GROUP_UNITS = 128, 256, 8
 MAX_COLUMN_TILES, MAX_ROW_TILES = 1 << 10, 1 << 19
-LINEAR2 = 1 << 11  # the bit of a Linear-2 entry in a list of both layers
 ORDERS = ("interleaved", "alternating", "expert_wave")
 
 
@@ -87,7 +90,7 @@ def work_table(tiles: Sequence[int], n_tiles: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class WorkOrder:
-    """Which entry of either layer comes next in one list of both.
+    """Which layer's entry a cluster takes next.
 
     Attributes:
         name: one of `ORDERS`. columns1, columns2: column tiles of the layers, even. lead: Linear-1 entries, at least `least_lead`;
@@ -126,36 +129,29 @@ class WorkOrder:
             return [proportion + GROUP_UNITS * self.columns1, k2 + self.lead]
         return [proportion + self.lead]
 
-    def passed(self, k1: Any, wave_start: Any) -> list[Any]:
-        """Linear-2 entries before Linear-1 entry k1: the least of these (each at least 0), and at most all.
 
-        wave_start: of the entry's wave, in Linear-2. Of a lead l, those with k2 · columns1 // columns2 + l ≤ k1.
-        """
-        if self.name == "expert_wave":
-            return [wave_start]
-        lead = GROUP_UNITS * self.columns1 if self.name == "alternating" else self.lead
-        # Numerators of both signs: shifted by whole columns2 so that the division rounds the same way everywhere.
-        shift = lead // self.columns1 + 1
-        proportion = ((k1 - lead + 1 + shift * self.columns1) * self.columns2 + self.columns1 - 1) // self.columns1 - shift * self.columns2
-        return [proportion, k1 - self.lead + 1] if self.name == "alternating" else [proportion]
-
-
-def merged_table(tiles: Sequence[int], order: WorkOrder) -> list[tuple[int, int]]:
-    """The list of both layers by counting: `xstage.tile_order`'s rule, one Linear-2 entry as soon as its reach allows."""
-    first, second = work_table(tiles, order.columns1), work_table(tiles, order.columns2)
+def reaches(tiles: Sequence[int], order: WorkOrder) -> list[int]:
+    """Reach of every Linear-2 entry, by counting."""
     units = [single for count in tiles for single in [False] * (count // 2) + [True] * (count % 2)]
-    ends, end = [], 0
+    table = []
     for unit in range(0, len(units), order.wave_units):
-        wave = units[unit : unit + order.wave_units]
-        end += entries(len(wave), sum(wave), order.columns1)
-        ends.append(end)
-    merged, done = [], 0
-    for k2, entry in enumerate(second):
-        proportional = k2 * order.columns1 // order.columns2
-        wave_end = next((e for e in ends if proportional < e), end)
-        reach = min(max(order.reach(k2, wave_end)), len(first))
-        while done < reach:
-            merged.append(first[done])
-            done += 1
-        merged.append((entry[0] | LINEAR2, entry[1] | LINEAR2))
-    return merged + first[done:]
+        before, here = units[:unit], units[: unit + order.wave_units]
+        end1 = entries(len(here), sum(here), order.columns1)
+        for k2 in range(*(entries(len(u), sum(u), order.columns2) for u in (before, here))):
+            table.append(max(order.reach(k2, end1)))
+    end = entries(len(units), sum(units), order.columns1)
+    return [min(reach, end) for reach in table]
+
+
+def walk(index: int, instances: int, end1: int, reach: Sequence[int]) -> list[tuple[int, int]]:
+    """What cluster `index` of `instances` does, in order: (layer, entry). end1: Linear-1 entries."""
+    k1 = k2 = index
+    end2, steps = len(reach), []
+    while k1 < end1 or k2 < end2:
+        if takes_linear2(k1, k2, end1, end2, 1, reach[k2] if k2 < end2 else 0, NO_LAG):
+            steps.append((LINEAR2, k2))
+            k2 += instances
+        else:
+            steps.append((LINEAR1, k1))
+            k1 += instances
+    return steps
