@@ -50,8 +50,25 @@ def row(share: float) -> dict[str, object]:
 
 def test_headline() -> None:
     figures = {key: entry["value"] for key, entry in study.headline([row(0.5), row(0.875)]).items()}
-    assert figures == {"moe.serial_over_bound.max": 1.875, "moe.gemm_over_deepgemm.Hy3": 0.95, "moe.serial_us.f12.Hy3": 3210.0}
+    assert figures == {"moe.serial_over_bound.max": 1.875, "moe.gemm_over_deepgemm.hy3": 0.95, "moe.serial_us.f12.hy3": 3210.0}
     assert study.headline([]) == {}
+
+
+def test_headline_of_one_kernel() -> None:
+    fused = {"interleaved": at(2000), "expert_wave": at(2500), "serial": at(3000), "deep_gemm_mega": at(4000)}
+    rows = []
+    for share in (0.5, 0.875):
+        measured = {"gemm": GEMM, "layer": fused}
+        derived = study.derived(measured, 0, None, (1.0, 1.0))
+        assert (derived["interleaved_over_wave"], derived["speedup_unfused"], derived["speedup_public"]) == (1.25, 1.5, 2.0)
+        groups = {group: {n: t.to_json() for n, t in times.items()} for group, times in measured.items()}
+        rows.append({"shape": "GLM-5.2", "share": share, "derived": derived, "groups": groups})
+    figures = {key: entry["value"] for key, entry in study.headline(rows).items()}
+    assert figures == {
+        "moe.gemm_over_deepgemm.glm52": 0.75, "moe.serial_us.f12.glm52": 3.0, "moe.over_compute_only.f12.glm52": 1.3333,
+        "moe.time_us.f12.glm52": 2.0, "moe.time_us.f78.glm52": 2.0, "moe.speedup_unfused.geomean": 1.5, "moe.speedup_public.geomean": 2.0,
+        "moe.speedup_public.min": 2.0, "moe.interleaved_over_wave.f78.geomean": 1.25, "moe.interleaved_over_wave.f78.max": 1.25,
+    }  # fmt: skip
 
 
 def test_table(tmp_path: Path) -> None:
@@ -59,7 +76,7 @@ def test_table(tmp_path: Path) -> None:
     (tmp_path / "h200x2").mkdir()
     content = {"settings": {"tokens": 8192, "world": 2}, "rows": [row(0.5)]}
     (tmp_path / "h200x2" / "moe-layer.json").write_text(json.dumps(content))
-    assert "| Hy3, 0.5 | 2 | 2 | – | – | 3,210 | – | – | 3,000 | 1.50 | – | 2 | – |" in tables.TABLES["moe"](tmp_path)
+    assert "| Hy3, 0.5 | 2 | 2 | – | – | 3,210 | 3,000 | 1.50 | – | – | – | – | 2 | – | – | – |" in tables.TABLES["moe"](tmp_path)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.875, 1.0])

@@ -294,8 +294,8 @@ def _moe_table(results: Path) -> str:
     if not path.exists():
         return "Not measured yet."
     content = _read(path)
-    head = ["model, f", "GEMMs", "with SwiGLU, rows", "dispatch", "combine", "layer", "eager", "x in e4m3", "bound", "layer over bound",
-            "torch + NCCL", "DeepGEMM's GEMMs", "DeepGEMM's fused layer"]  # fmt: skip
+    head = ["model, f", "GEMMs", "with SwiGLU, rows", "dispatch", "combine", "serial", "bound", "over bound", "one kernel", "over GEMMs",
+            "over serial", "wave", "DeepGEMM's GEMMs", "DeepGEMM's fused layer", "one kernel over it", "torch + NCCL"]  # fmt: skip
     rows = []
     for r in content["rows"]:
         ns = {name: t["slowest_ns"] for group in r["groups"].values() for name, t in group.items()}
@@ -303,12 +303,14 @@ def _moe_table(results: Path) -> str:
         def us(*names: str, ns: dict[str, float] = ns) -> str:
             return f"{sum(ns[n] for n in names) / 1e3:,.0f}" if all(n in ns for n in names) else "–"
 
-        d = r["derived"]
-        bound = f"{d['bound_ns'] / 1e3:,.0f}" if "bound_ns" in d else "–"
-        over = f"{d['serial_over_bound']:.2f}" if "serial_over_bound" in d else "–"
+        def ratio(name: str, d: dict[str, float] = r["derived"]) -> str:
+            return f"{d[name]:.2f}" if name in d else "–"
+
+        bound = f"{r['derived']['bound_ns'] / 1e3:,.0f}" if "bound_ns" in r["derived"] else "–"
         rows.append([
             f"{r['shape']}, {r['share']:g}", us("linear1", "linear2"), us("swiglu", "rows"), us("dispatch"), us("combine"), us("serial"),
-            us("eager"), us("serial_e4m3"), bound, over, us("torch"), us("deep_gemm_linear1", "deep_gemm_linear2"), us("deep_gemm_mega"),
+            bound, ratio("serial_over_bound"), us("interleaved"), ratio("interleaved_over_compute"), ratio("speedup_unfused"),
+            us("expert_wave"), us("deep_gemm_linear1", "deep_gemm_linear2"), us("deep_gemm_mega"), ratio("speedup_public"), us("torch"),
         ])  # fmt: skip
     tokens, world = content["settings"]["tokens"], content["settings"]["world"]
     said = f"µs per call, slowest rank, medians; {tokens:,} tokens on each of {world} ranks; `results/h200x2/moe-layer.json`."

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ from xstage.platform import Platform, load_platform
 SHAPES, SHARES = ("Qwen3.5", "DSv4-Flash", "Hy3", "Qwen3-30B", "GLM-5.2"), (0.5, 0.875)
 OVERHEAD_NS = 150e3
 GROUPS = ("gemm", "layer", "torch")
+# Shapes as headline keys write them.
+MODELS = {"Qwen3.5": "qwen35", "DSv4-Flash": "dsv4_flash", "Hy3": "hy3", "Qwen3-30B": "qwen3_30b", "GLM-5.2": "glm52"}
 
 
 @dataclass
@@ -138,6 +141,8 @@ def derived(
             answers["gemm_over_deepgemm"] = round(answers["compute_ns"] / (ns["deep_gemm_linear1"] + ns["deep_gemm_linear2"]), 4)
     if "interleaved" in ns and "expert_wave" in ns:
         answers["interleaved_over_wave"] = round(ns["expert_wave"] / ns["interleaved"], 4)
+    if "interleaved" in ns and "deep_gemm_mega" in ns:
+        answers["speedup_public"] = round(ns["deep_gemm_mega"] / ns["interleaved"], 4)
     if "serial" in ns:
         if "interleaved" in ns:
             answers["speedup_unfused"] = round(ns["serial"] / ns["interleaved"], 4)
@@ -153,18 +158,40 @@ def derived(
 
 
 def headline(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Headline figures: GEMMs against DeepGEMM, the layer's time at f = 1/2, the worst ratio to the bound."""
+    """Headline figures per shape: GEMMs against DeepGEMM, times of the layer step by step and in one kernel; and over all shapes."""
     out: dict[str, dict[str, Any]] = {}
-    ratios = [r["derived"]["serial_over_bound"] for r in rows if "serial_over_bound" in r["derived"]]
-    if ratios:
-        out["moe.serial_over_bound.max"] = {"value": max(ratios), "unit": "ratio"}
+
+    def put(key: str, value: float, unit: str = "ratio") -> None:
+        out[key] = {"value": round(value, 4), "unit": unit}
+
+    def all_of(name: str, share: float) -> list[float]:
+        return [r["derived"][name] for r in rows if r["share"] == share and name in r["derived"]]
+
     for r in rows:
-        if r["share"] != 0.5:
+        d, layer = r["derived"], r["groups"].get("layer", {})
+        model, share = MODELS.get(r["shape"], r["shape"].lower()), {0.5: "f12", 0.875: "f78"}.get(r["share"])
+        if share is None:
             continue
-        if "gemm_over_deepgemm" in r["derived"]:
-            out[f"moe.gemm_over_deepgemm.{r['shape']}"] = {"value": r["derived"]["gemm_over_deepgemm"], "unit": "ratio"}
-        if "serial" in r["groups"].get("layer", {}):
-            out[f"moe.serial_us.f12.{r['shape']}"] = {"value": round(r["groups"]["layer"]["serial"]["slowest_ns"] / 1e3, 1), "unit": "µs"}
+        if "interleaved" in layer:
+            put(f"moe.time_us.{share}.{model}", layer["interleaved"]["slowest_ns"] / 1e3, "µs")
+        if share == "f12":
+            if "gemm_over_deepgemm" in d:
+                put(f"moe.gemm_over_deepgemm.{model}", d["gemm_over_deepgemm"])
+            if "serial" in layer:
+                put(f"moe.serial_us.f12.{model}", layer["serial"]["slowest_ns"] / 1e3, "µs")
+            if "interleaved_over_compute" in d:
+                put(f"moe.over_compute_only.f12.{model}", d["interleaved_over_compute"])
+    over = [r["derived"]["serial_over_bound"] for r in rows if "serial_over_bound" in r["derived"]]
+    if over:
+        put("moe.serial_over_bound.max", max(over))
+    for name, key in (("speedup_unfused", "moe.speedup_unfused"), ("speedup_public", "moe.speedup_public")):
+        if ratios := all_of(name, 0.5):
+            put(f"{key}.geomean", geometric_mean(ratios))
+            if key == "moe.speedup_public":
+                put(f"{key}.min", min(ratios))
+    if ratios := all_of("interleaved_over_wave", 0.875):
+        put("moe.interleaved_over_wave.f78.geomean", geometric_mean(ratios))
+        put("moe.interleaved_over_wave.f78.max", max(ratios))
     return out
 
 
