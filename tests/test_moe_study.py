@@ -55,7 +55,7 @@ def test_headline() -> None:
 
 
 def test_headline_of_one_kernel() -> None:
-    fused = {"interleaved": at(2000), "expert_wave": at(2500), "serial": at(3000), "deep_gemm_mega": at(4000)}
+    fused = {**LAYER, "interleaved": at(2000), "expert_wave": at(2500), "serial": at(3000), "deep_gemm_mega": at(4000)}
     rows = []
     for share in (0.5, 0.875):
         measured = {"gemm": GEMM, "layer": fused}

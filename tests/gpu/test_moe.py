@@ -185,7 +185,7 @@ def random_shapes(options: argparse.Namespace) -> None:
         draw, problem = random.Random(5 + number), Problem(*configuration, seed=number)
         schedule = ("serial", "interleaved", "expert_wave", "alternating")[number % 4]
         with problem.make(schedule=schedule, lead_rows=1 if number == 5 else None) as moe:
-            assert moe.mode == "serial"
+            assert moe.mode == ("serial" if schedule == "serial" else "fused")
             for turn in range(max(-(-options.shapes // len(configurations)), len(KINDS))):
                 kind = KINDS[turn % len(KINDS)]
                 most = problem.most

@@ -4,15 +4,15 @@
         moe.load_weights(w1, w2)                    # of this rank's experts
         y = moe(x, topk_idx, topk_weights)          # [tokens, hidden] in bfloat16
 
-What it runs on: `serial` (Hopper GPUs that reach each other's memory: `serial.SerialPipeline`), `torch` (other GPUs:
-`serial.TorchPipeline`), `reference` (CPU tensors, gloo). Which one is decided once, by all ranks together, when the object is made;
+What it runs on: `fused`, or `serial` if the schedule says so (Hopper GPUs that reach each other's memory: `serial.SerialPipeline`),
+`torch` (other GPUs: `serial.TorchPipeline`), `reference` (CPU tensors, gloo). All ranks decide together, once, when the object is made;
 `torch` on GPUs is said once as a warning, or refused with `fallback="error"`.
 
 Tokens may differ between ranks and from call to call, and be none; a rank without tokens must call too, because its experts may have work.
 Calls of one object must be ordered on each rank (one stream, or streams ordered by events) and come in the same order on every rank.
 
 Who refuses what: what must be the same is compared when the object is made. Bad arguments of a call are refused by all ranks together
-where they talk on the host anyway: in the first call, and in every call of `torch` and `reference`. In a later call of `serial` nobody
+where they talk on the host anyway: in the first call, and in every call of `torch` and `reference`. In a later call on Hopper nobody
 waits for the host: the rank raises by itself before it launches anything, and leaves the reason in the group's store; a peer whose
 kernel has waited in vain reads it there, and its `PeerTimeout` says it. The refused call has not taken place: with good arguments the next
 one meets the call in which the peers are, if they have not given up.
@@ -43,7 +43,7 @@ from xstage.moe.weights import Weights
 from xstage.moe.work_table import TILE_COLUMNS, WorkOrder
 from xstage.symmetric import Agreement, Refusals, default_device, next_number, ranks_of
 
-MODES = ("serial", "torch", "reference")
+MODES = ("fused", "serial", "torch", "reference")
 _OBJECTS: weakref.WeakValueDictionary[int, MegaMoE] = weakref.WeakValueDictionary()
 _ids = itertools.count(1)
 
@@ -71,7 +71,7 @@ class MegaMoE:
 
     Args:
         group: process group (None: the default one). Expert e lives on its rank e // (num_experts / ranks).
-        num_experts: over all ranks. hidden, intermediate: columns, multiples of 128; `serial` needs multiples of 512 and 256.
+        num_experts: over all ranks. hidden, intermediate: columns, multiples of 128; the kernels need multiples of 512 and 256.
         top_k: picks per token. max_tokens_per_rank: most tokens of a rank in one call; the buffers hold the worst routing of them.
         schedule: `serial`: two GEMMs, one after the other. `interleaved`, `alternating`, `expert_wave`: both in one persistent kernel, in
             that order of tiles (`xstage.moe.work_table`); all give the same bits. `auto`: `interleaved`.
@@ -83,7 +83,7 @@ class MegaMoE:
         fallback: `serial`: where the kernels cannot run, warn once and run plain torch, step by step; `error`: refuse.
 
     Attributes:
-        mode: `serial`, `torch` or `reference`. reason: why not `serial`, on GPUs. layout: the `BufferLayout`.
+        mode: `fused`, `serial`, `torch` or `reference`. reason: why `torch`. layout: the `BufferLayout`.
         experts: slice of this rank's experts.
 
     All ranks make it together, outside graph capture. Memory is as `plan_bytes` says.
@@ -138,8 +138,7 @@ class MegaMoE:
 
     @staticmethod
     def plan_bytes(
-        *, ranks: int, num_experts: int, hidden: int, intermediate: int, top_k: int, max_tokens_per_rank: int, mode: str = "serial",
-        schedule: str = "auto",
+        *, ranks: int, num_experts: int, hidden: int, intermediate: int, top_k: int, max_tokens_per_rank: int, mode: str = "fused"
     ) -> MoEBytes:  # fmt: skip
         """What an object of these arguments holds on each rank, before anything is allocated.
 
@@ -150,10 +149,9 @@ class MegaMoE:
             raise XStageError(f"mode: {mode!r} is not one of {', '.join(MODES)}")
         layout = arguments.layout(ranks, num_experts, hidden, intermediate, top_k, max_tokens_per_rank)
         weights = Weights.size_bytes(layout.experts_per_rank, hidden, intermediate)
-        symmetric = 0 if mode == "torch" else replace(layout, direct=mode == "serial" and schedule != "serial").size_bytes
-        return MoEBytes(
-            symmetric, SerialPipeline.local_bytes(layout, intermediate, schedule != "serial") if mode == "serial" else 0, weights
-        )
+        symmetric = 0 if mode == "torch" else replace(layout, direct=mode == "fused").size_bytes
+        local = SerialPipeline.local_bytes(layout, intermediate, mode == "fused") if mode in ("fused", "serial") else 0
+        return MoEBytes(symmetric, local, weights)
 
     @property
     def size_bytes(self) -> MoEBytes:
@@ -163,7 +161,7 @@ class MegaMoE:
         shape = self.layout
         return self.plan_bytes(
             ranks=self.world, num_experts=shape.experts, hidden=shape.hidden, intermediate=self.intermediate, top_k=shape.top_k,
-            max_tokens_per_rank=shape.max_tokens_per_rank, mode=self.mode, schedule=self.schedule,
+            max_tokens_per_rank=shape.max_tokens_per_rank, mode=self.mode,
         )  # fmt: skip
 
     def load_weights(
@@ -276,7 +274,7 @@ class MegaMoE:
             reasons = self._agreement.reach("allocation", why)
         bad = [(ranks_of(self.group)[rank], reason) for rank, reason in enumerate(reasons) if reason]
         if not bad:
-            return "serial"
+            return "serial" if self.schedule == "serial" else "fused"
         if self._serial is not None:
             self._serial.free()
             self._serial = None
@@ -364,7 +362,7 @@ class MegaMoE:
 
     def _refuse(self, error: XStageError | None) -> None:
         """Raise if this rank, or as far as the host may know it any rank, has bad arguments."""
-        if self.mode == "reference" or (self.mode == "serial" and not self._met):
+        if self.mode == "reference" or (self._serial is not None and not self._met):
             self._together("moe", error)
             self._met = True
         elif error is not None:
