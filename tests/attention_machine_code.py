@@ -1,7 +1,7 @@
 """Compiles the attention kernels of one or more configurations without a GPU and prints their PTX and machine code as JSON.
 
 Run by `test_attention_kernel.py` in a process of its own, because the target is read from the environment when the compiler is loaded.
-Arguments: configurations `fused,dtype,head_dim,queries_per_kv,causal,with_lse,targets,runs,first`; `stock,…` is flash-attn-4's own kernel,
+Arguments: configurations `fused,dtype,head_dim,queries_per_kv,causal,with_lse,runs,first`; `stock,…` is flash-attn-4's own kernel,
 `meeting,world,kind,ahead` the kernels around it.
 """
 
@@ -51,8 +51,8 @@ def main() -> None:
         if kind == "stock":
             kernel = stock(*options)
         else:
-            with_lse, targets, runs, first = (int(word) for word in rest)
-            kernel = kernel_sm90.compiled(*options, with_lse == 1, targets, kernel_sm90.Start(runs, first))
+            with_lse, runs, first = (int(word) for word in rest)
+            kernel = kernel_sm90.compiled(*options, with_lse == 1, kernel_sm90.Start(runs, first))
         out[name] = machine_code.of(kernel)
     print(json.dumps(out))
 

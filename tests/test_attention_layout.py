@@ -83,22 +83,6 @@ def test_following_the_tables_is_the_exchange(layout, order, causal, batch, data
         assert (rest == -1).all()
 
 
-@given(layouts(), st.sampled_from([64, 128, 192]))
-def test_tiles_clipped_to_the_segments_are_the_exchange(layout: SequenceLayout, tile_rows: int) -> None:
-    """What the copy engine does with a tensor map per segment: of a tile, each gets the rows it has, at the tile's place less its own."""
-    stored = np.zeros(layout.sequence, np.int64)
-    for first in range(0, layout.sequence, tile_rows):
-        begin = 0
-        for s in layout.segments:
-            if first < begin + s.rows and first + tile_rows > begin:
-                for place in range(max(first - begin, 0), min(first - begin + tile_rows, s.rows)):
-                    row = begin + place
-                    assert (layout.owner[row], layout.local_row[row]) == (s.rank, s.local_start + place)
-                    stored[row] += 1
-            begin += s.rows
-    assert (stored == 1).all()
-
-
 @given(st.integers(1, 8), st.integers(0, 7), st.integers(1, 3), st.integers(1, 2), st.sampled_from(["plain", "alternating"]))
 def test_tiles_of_even_shards_need_no_table(world: int, rank: int, heads: int, batch: int, order: str) -> None:
     layout, rank = SequenceLayout.even(world * 128 * 5, world), rank % world

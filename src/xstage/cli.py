@@ -102,11 +102,11 @@ def _parser() -> argparse.ArgumentParser:
     v.add_argument(
         "--groups",
         nargs="+",
-        help="groups of variants; attention: residual, baseline, forms, order, dit (default: by shapes); "
+        help="groups of variants; attention: residual, baseline (default for rows), forms, order, dit (default for dit); "
         "moe-layer: gemm, layer, torch (default: all)",
     )
     v.add_argument("--heads", type=int, nargs="+", default=[4, 12], help="attention: heads per rank (default 4 12)")
-    v.add_argument("--sequences", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536], help="attention: whole sequences")
+    v.add_argument("--sequences", type=int, nargs="+", default=[4096, 8192, 16384, 32768], help="attention: whole sequences")
     v.add_argument("--tokens", type=int, default=8192, help="moe-layer: tokens per rank (default 8192)")
     v.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.875], help="moe-layer: shares of remote picks (default 0.5 0.875)")
     v.add_argument("--budget", type=float, default=240.0, help="no row is begun after this many seconds (default 240)")

@@ -4,7 +4,7 @@
 
 Under pytest the file starts that command once and reports each section as a test. Sections:
 
-* random: shapes, layouts, orders, who stores, dtypes, head dims, grouped heads, causal, log-sum-exp; bitwise against flash-attn-4
+* random: shapes, layouts, orders, starts, dtypes, head dims, grouped heads, causal, log-sum-exp; bitwise against flash-attn-4
   followed by an exact exchange; outputs poisoned before each call, and every byte that is not output must still be poison after it.
 * replay: one graph of two calls, thousands of replays on the same buffers with changing inputs, ranks free to drift.
 * delay: a rank that is late, and a rank that reads its output late while its peer calls again into one static buffer; the same without
@@ -135,7 +135,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def random_shapes(options: argparse.Namespace) -> None:
     from xstage.attention import layout as lay
-    from xstage.attention.op import LAST_LAUNCHES, METHODS, STARTS, AttentionA2A, Variant
+    from xstage.attention.op import LAST_LAUNCHES, STARTS, AttentionA2A, Variant
 
     most, batches = 3000, 2
     configurations = [
@@ -159,7 +159,7 @@ def random_shapes(options: argparse.Namespace) -> None:
                 layout, batch = random_layout(draw, sequence), draw.randint(1, batches)
                 variant = Variant(
                     order=draw.choice(["auto", *lay.ORDERS]), entry=draw.choice(["auto", "always"]), last=draw.choice(LAST_LAUNCHES),
-                    method=draw.choice(METHODS), start=draw.choice(STARTS),
+                    start=draw.choice(STARTS),
                 )  # fmt: skip
                 q, k, v = tensors(batch, sequence, counts[RANK], kv_counts[RANK], head_dim, dtype, done)
                 want, want_lse = expected(q, k, v, counts, layout, causal)

@@ -5,18 +5,11 @@ What is changed of flash-attn-4's `FlashAttentionForwardSm90` (everything else, 
 * `kernel`: one CTA per tile, as FA4 has it. Which tile, the order of issue decides (`layout.tile_table`), so that the order of
   destinations in time is ours. A CTA computes its tile from its index where the order can be written so (`layout.turns`), and reads
   the table elsewhere: what a CTA waits for at its start, nothing hides.
-* `load`: an idle warp looks up where the tile goes and leaves it in shared memory.
-* `epilogue`: the tile is staged through shared memory as FA4 does it. Then one of two (`targets`):
-
-  - the copy engine stores it, as FA4 has it do with its one output. There is a tensor map for each segment of the sequence
-    (`layout.Segment`), over the rows of its rank's output, in that rank's memory. The engine leaves out what is not in a map, so a
-    tile that straddles segments is handed over once for each, and a shard may begin and end anywhere. The CTA ends when its tile has
-    been read from shared memory. Log-sum-exps, few bytes, are stored by threads.
-  - each thread stores 16-byte pieces to the address of their row, from a table of one address per row of the sequence
-    (`layout.row_table`): any number of segments.
-
-  Nothing is loaded from global memory here: by then the stores of the other CTAs fill the way to it. Threads that store read their
-  index anew, because what is computed from it earlier lives in registers through the mainloop and costs the compiler FA4's schedule.
+* `load`: an idle warp looks up, in a table of one address per row of the sequence (`layout.row_table`), where the tile's rows go, and
+  leaves the addresses in shared memory. A tile may therefore straddle ranks, and a shard may have any size and order.
+* `epilogue`: the tile is staged through shared memory as FA4 does it, and each thread stores 16-byte pieces to the address of
+  their row. Nothing is loaded from global memory here: by then the stores of the other CTAs fill the way to it. The thread index is
+  read anew, because what is computed from it earlier lives in registers through the mainloop and costs the compiler FA4's schedule.
 
 Kernels of one warp (`xstage.device.meeting`) stand around it on the stream. `Meeting(DONE)` follows: it tells every rank that this one
 is done, and waits for all of them. `Meeting(ENTERED)` goes before where a peer may still be reading what this call overwrites.
@@ -31,11 +24,9 @@ Causality (PTX memory model), generation g of rank r:
    `Meeting(ENTERED)` acquired that. A call that follows one with another buffer needs no such meeting: the peer's `done` of
    the call before, which this rank has acquired, comes after the peer's reading of everything older.
 2. All stores of the attention kernel happen before the next kernel of the stream, `Meeting(DONE)`, whose `st.release.sys done[me] = g`
-   on every rank orders them: causality is transitive. A rank that acquires `done` of every rank sees every row. Stores by the copy
-   engine are no exception: `wait_group.read` only says that their source has been read, but a kernel is complete when all its memory
-   operations are performed, asynchronous ones too, and kernel order makes them visible to the next kernel. Launched ahead, the
-   meeting has the same from `griddepcontrol.wait`: it returns when the kernel before has completed, its memory operations performed
-   and visible. Nothing reads these rows through the copy engine before another kernel boundary, so no proxy fence is needed.
+   on every rank orders them: causality is transitive. A rank that acquires `done` of every rank sees every row.
+   Launched ahead, the meeting has the same from `griddepcontrol.wait`: it returns when the kernel before has completed, its memory
+   operations performed and visible.
 3. `Meeting(DONE)` ends when every `done` is acquired; the next kernel on the stream is ordered after it. Its completion means: complete
    output, readable.
 
@@ -43,7 +34,7 @@ The generation lives in device memory and is advanced by `Meeting(DONE)`, so a r
 kernel makes a release: a release waits for the stores before it, which is what a store's issuer must not do. Every wait is bounded; a
 wait that gave up, or that met another signature, writes a status word, and no attention kernel stores anything from then on.
 
-Not covered: head dims that are not multiples of 16, packed GQA, variable-length batches.
+Not covered: head dims that are not multiples of 16, packed GQA, variable-length batches, stores by the copy engine (docs/attention.md).
 """
 
 from __future__ import annotations
@@ -57,15 +48,13 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync
 from flash_attn.cute import utils
-from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from flash_attn.cute.interface import _tile_size_fwd_sm90
 from flash_attn.cute.named_barrier import NamedBarrierFwd
 from flash_attn.cute.tile_scheduler import WorkTileInfo
 from flash_attn.cute.utils import AuxData
-from quack import copy_utils, layout_utils
+from quack import layout_utils
 from quack.compile_utils import make_fake_tensor
 from quack.cute_dsl_utils import ParamsBase
 
@@ -77,20 +66,14 @@ from xstage.device.stores import thread_anew
 ENTERED, DONE = 0, 1
 
 
-NOWHERE = -(1 << 30)  # a first row that no segment has
-MOST_TARGETS = 16  # tensor maps of a kernel: 128 bytes of its parameters each
-
-
 @dataclass
 class Tables(ParamsBase):
-    """Everything the host made for a call. What `launch` passes, in this order, then the targets."""
+    """Everything the host made for a call. In the order in which `launch` passes it."""
 
     tiles: cute.Tensor  # int32 [tiles], in the order of issue
     rows: cute.Tensor  # int64 [batch, sequence]: address of a row's first own head
     control: cute.Tensor  # int64 [CONTROL_WORDS]
     lse_rows: Any = None  # int64 [batch, sequence], or None
-    atoms: Any = None  # per segment of the sequence, the store of a tile through the tensor map of its rows' place, or None
-    targets: Any = None  # per segment its coordinates [rows, head dim, heads, batch], or None
 
 
 def unpacked(tile: Int32) -> tuple[Int32, Int32, Int32]:
@@ -158,7 +141,9 @@ class TileScheduler:
 
     def __new_from_mlir_values__(self, values: list[Any]) -> TileScheduler:
         block, head, batch = (cutlass.new_from_mlir_values(n, [value]) for n, value in zip(self._tile, values, strict=True))
-        return TileScheduler((block, head, batch), loc=self._loc)
+        scheduler = TileScheduler((block, head, batch), loc=self._loc)
+        scheduler._first = self._first  # known when the kernel is compiled, so no value of it
+        return scheduler
 
 
 class _GridOf:
@@ -176,16 +161,15 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
 
     Args (beyond the base class's):
         with_lse: also store each row's log-sum-exp (float32) through a second row table.
-        targets: segments of the sequence, each stored to by the copy engine; 0: threads store, through the row table.
         start: how a CTA knows its tile.
     """
 
     # The base class assigns this in `__call__`; the rows of a tile have more than one destination, which one tensor map cannot say.
     use_tma_O = property(lambda self: False, lambda self, value: None)
 
-    def __init__(self, *args: Any, with_lse: bool, targets: int, start: Start, **options: Any):
+    def __init__(self, *args: Any, with_lse: bool, start: Start, **options: Any):
         super().__init__(*args, **options)
-        self.with_lse, self.targets, self.start = with_lse, targets, start
+        self.with_lse, self.start = with_lse, start
 
     def _get_shared_storage_cls(self) -> Any:
         fields = dict(FlashAttentionForwardSm90._get_shared_storage_cls(self)._annotations)
@@ -196,8 +180,8 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
 
     @property
     def _address_count(self) -> int:
-        """Where a tile goes: the words of `_look_up`."""
-        return (self.tile_m if self.targets == 0 else 2) + (self.tile_m if self.with_lse else 0)
+        """Of a tile: one per row, and one per row's log-sum-exp."""
+        return self.tile_m * (2 if self.with_lse else 1)
 
     # Branches at run time carry `self` as an object without runtime values.
     def __extract_mlir_values__(self) -> list[Any]:
@@ -208,19 +192,10 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
 
     def kernel(self, *args: Any) -> Any:
         *front, _, _, storage, aux_data, _ = args
-        named = 4 if self.with_lse else 3
-        tables = Tables(*aux_data.tensors[:named])
-        if self.targets:
-            made = [self._target(tensor) for tensor in aux_data.tensors[named:]]
-            tables.atoms, tables.targets = (tuple(parts) for parts in zip(*made, strict=True))
+        tables = Tables(*aux_data.tensors)
         scheduler = TileScheduler.of(self.start)
         call = FlashAttentionForwardSm90.kernel(self, *front, tables, scheduler, storage, AuxData(), None)
         return call if self.start.runs else _GridOf(call, tables.tiles)
-
-    def _target(self, tensor: cute.Tensor) -> tuple[Any, Any]:
-        """Store of a tile, and coordinates, of an output [batch, rows, heads, head dim]."""
-        places = layout_utils.select(assume_tensor_aligned(tensor), [1, 3, 2, 0])
-        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), places, self.sO_layout, (self.tile_m, self.tile_hdimv))
 
     @cute.jit
     def load(
@@ -228,7 +203,7 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
         mPageTable, blocksparse_tensors, block_info, SeqlenInfoCls, TileSchedulerCls,
     ):  # fmt: skip
         thread, tables = cute.arch.thread_idx()[0], TileSchedulerCls.args[0]
-        if thread >= 32 and thread < 64:  # warps 1 to 3 have nothing to load
+        if thread >= 32 and thread < 64:  # warp 1 has nothing to load
             self._look_up(tables, self._addresses(pipeline_q), thread - 32, mQ.shape[0])
         FlashAttentionForwardSm90.load(
             self, mQ, mK, mV, sQ, sK, sV, tma_atom_Q, tma_atom_K, tma_atom_V, pipeline_k, pipeline_v, pipeline_q, gmem_tiled_copy_Q,
@@ -241,51 +216,30 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
 
     @cute.jit
     def _look_up(self, tables: Tables, addresses: cute.Tensor, lane: Int32, sequence: Int32) -> None:
-        """Leave in shared memory where the tile goes, and arrive at the barrier where the epilogue begins.
+        """Leave in shared memory where the tile's rows go, and arrive at the barrier where the epilogue begins.
 
-        Words of `addresses`: if threads store, the address of each row and own head; if the copy engine does, the first row, then head
-        and batch. In both cases the address of each row's log-sum-exp follows, if there is one. Address 0 stands for "no store", and a
-        first row before every segment for "no store at all". The arrival orders the writes before the readers that come there, and
-        waits for nobody.
+        Address 0 stands for "no store": rows beyond the sequence, or a meeting before this kernel gave up. The arrival orders the
+        writes before the readers that come there, and waits for nobody.
         """
         block, head, batch = self.start.tile(tables)
-        end, first = sequence, block * self.tile_m
-        if tables.control[FAILED] != 0:  # a meeting before this kernel gave up
-            end, first = Int32(0), Int32(NOWHERE)
-        if const_expr(self.targets > 0):
-            for i in cutlass.range_constexpr(self.targets):
-                if self._has_rows(tables, i, first):
-                    cpasync.prefetch_descriptor(tables.atoms[i])
-            addresses[0], addresses[1] = Int64(first), (Int64(batch) << 32) | Int64(head)
+        end = sequence
+        if tables.control[FAILED] != 0:
+            end = Int32(0)
         for i in cutlass.range_constexpr(self.tile_m // 32):
             row = block * self.tile_m + i * 32 + lane
             address, lse_address = Int64(0), Int64(0)
             if row < end:
-                if const_expr(self.targets == 0):
-                    address = tables.rows[batch, row] + Int64(head) * (self.tile_hdimv * self.dtype.width // 8)
+                address = tables.rows[batch, row] + Int64(head) * (self.tile_hdimv * self.dtype.width // 8)
                 if const_expr(self.with_lse):
                     lse_address = tables.lse_rows[batch, row] + Int64(head) * 4
-            if const_expr(self.targets == 0):
-                addresses[i * 32 + lane] = address
+            addresses[i * 32 + lane] = address
             if const_expr(self.with_lse):
-                addresses[self._address_count - self.tile_m + i * 32 + lane] = lse_address
+                addresses[self.tile_m + i * 32 + lane] = lse_address
         cute.arch.barrier_arrive(
             barrier_id=int(NamedBarrierFwd.Epilogue), number_of_threads=self.num_epilogue_threads + cute.arch.WARP_SIZE
         )
         # Once every CTA is here, none is left to be placed: a meeting that goes ahead takes nobody's place.
         cute.arch.griddepcontrol_launch_dependents()
-
-    def _begin(self, tables: Tables, i: int) -> Int32:
-        """Row of the whole sequence at which the i-th segment begins."""
-        begin = Int32(0)
-        for target in tables.targets[:i]:
-            begin = begin + target.shape[0]
-        return begin
-
-    def _has_rows(self, tables: Tables, i: int, first: Int32) -> Any:
-        """Whether the i-th segment has rows of the tile that begins at row `first`."""
-        begin = self._begin(tables, i)
-        return (first < begin + tables.targets[i].shape[0]) & (first + self.tile_m > begin)
 
     @cute.jit
     def mma(
@@ -307,45 +261,15 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
         # Stage the tile through shared memory (in Q's place), as the base class does, for stores of 16 bytes.
         rO = cute.make_fragment_like(acc_O, self.dtype)
         rO.store(acc_O.load().to(self.dtype))
-        # Everybody has read V, and the warp that looked up where the tile goes has arrived here long ago.
-        everyone = self.num_epilogue_threads + cute.arch.WARP_SIZE
-        cute.arch.barrier(barrier_id=int(NamedBarrierFwd.Epilogue), number_of_threads=everyone)
+        # Everybody has read V, and the warp that looked up the addresses has arrived here long ago.
+        cute.arch.barrier(barrier_id=int(NamedBarrierFwd.Epilogue), number_of_threads=self.num_epilogue_threads + cute.arch.WARP_SIZE)
         store_atom = utils.get_smem_store_atom(self.arch.major * 10 + self.arch.minor, self.dtype)
         store_thread = cute.make_tiled_copy_C(store_atom, tiled_mma).get_slice(tidx)
         cute.copy(store_atom, store_thread.retile(rO), store_thread.partition_D(sO))
-        if const_expr(self.targets > 0):
-            # As the base class does with its one tensor map: one warp waits for all threads, hands over, and waits for the source.
-            cute.arch.fence_view_async_shared()
-            cute.arch.barrier_arrive(barrier_id=int(NamedBarrierFwd.Epilogue), number_of_threads=everyone)
-            warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-            if warp_idx == 4:
-                cute.arch.barrier(barrier_id=int(NamedBarrierFwd.Epilogue), number_of_threads=everyone)
-                self._store_tile(sO)
-                cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-        else:
-            cute.arch.barrier(barrier_id=int(NamedBarrierFwd.Epilogue), number_of_threads=self.num_epilogue_threads)
-            self._store_rows(sO, gmem_tiled_copy_O)
+        cute.arch.barrier(barrier_id=int(NamedBarrierFwd.Epilogue), number_of_threads=self.num_epilogue_threads)
+        self._store_rows(sO, gmem_tiled_copy_O)
         if const_expr(self.with_lse):
             self._store_lse(lse, tiled_mma, tidx)
-
-    @cute.jit
-    def _store_tile(self, sO):
-        """Hand the tile to the copy engine: to each segment of the sequence that has rows of it.
-
-        A segment's tensor map holds its rows and no others. What lies before its first row or behind its last, the copy engine leaves
-        out, so that each row of the tile is stored once, wherever the segments begin.
-        """
-        tables = self._tables
-        first = cute.arch.make_warp_uniform(Int32(self._looked_up[0]))
-        head = cute.arch.make_warp_uniform(Int32(self._looked_up[1] & 0xFFFFFFFF))
-        batch = cute.arch.make_warp_uniform(Int32(self._looked_up[1] >> 32))
-        for i in cutlass.range_constexpr(self.targets):
-            if self._has_rows(tables, i, first):
-                rows = cute.domain_offset((first - self._begin(tables, i), 0), tables.targets[i][None, None, head, batch])
-                place = cute.local_tile(rows, (self.tile_m, self.tile_hdimv), (0, 0))
-                store, _, _ = copy_utils.tma_get_copy_fn(tables.atoms[i], 0, cute.make_layout(1), sO, place, single_stage=True)
-                store()
 
     @cute.jit
     def _store_rows(self, sO, gmem_tiled_copy_O):
@@ -375,7 +299,7 @@ class AttentionA2ASm90(FlashAttentionForwardSm90):
         # A row's sum is the same in the four threads that share it; the one with column 0 stores it.
         if thread_positions[0][1] == 0:
             for i in cutlass.range_constexpr(cute.size(lse)):
-                target = self._looked_up[self._address_count - self.tile_m + thread_positions[i, 0][0]]
+                target = self._looked_up[self.tile_m + thread_positions[i, 0][0]]
                 if target != 0:
                     cute.make_tensor(cute.make_ptr(Float32, target, cute.AddressSpace.gmem, assumed_align=4), (1,))[0] = lse[i]
 
@@ -387,16 +311,14 @@ def tile_shape(head_dim: int, causal: bool) -> tuple[int, int]:
 
 
 @cache
-def compiled(
-    dtype: str, head_dim: int, queries_per_kv: int, causal: bool, with_lse: bool = False, targets: int = 0, start: Start = Start()
-) -> Any:
+def compiled(dtype: str, head_dim: int, queries_per_kv: int, causal: bool, with_lse: bool = False, start: Start = Start()) -> Any:
     """The attention kernel for a configuration, compiled once per process (a few seconds); `launch` calls it."""
     config = _tile_size_fwd_sm90(head_dim, head_dim, causal, False)
     element = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype]
     kernel = AttentionA2ASm90(
         element, head_dim, head_dim, queries_per_kv, is_causal=causal, is_local=False, pack_gqa=False, tile_m=config.m_block_size,
         tile_n=config.n_block_size, num_stages=2, num_threads=384, Q_in_regs=False, intra_wg_overlap=config.intra_wg_overlap,
-        mma_pv_is_rs=config.mma_pv_is_rs, with_lse=with_lse, targets=targets, start=start,
+        mma_pv_is_rs=config.mma_pv_is_rs, with_lse=with_lse, start=start,
     )  # fmt: skip
     batch, sequence, heads, kv_heads = (cute.sym_int() for _ in range(4))
     q = make_fake_tensor(element, (batch, sequence, heads, head_dim), divisibility=8)
@@ -406,8 +328,7 @@ def compiled(
         cute.runtime.make_fake_tensor(Int64, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1), assumed_align=8)
         for _ in range(2 if with_lse else 1)
     ]
-    places = [make_fake_tensor(element, (batch, cute.sym_int(), heads, head_dim), divisibility=8) for _ in range(targets)]
-    aux = AuxData([tiles, rows[0], *fake_words(1), *rows[1:], *places], None)
+    aux = AuxData([tiles, rows[0], *fake_words(1), *rows[1:]], None)
     return cute.compile(
         kernel, q, k, v, q, None, Float32(1.0), *[None] * 9, aux, None, None,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -418,7 +339,5 @@ def compiled(
 def launch(
     kernel: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, tables: Sequence[torch.Tensor]
 ) -> None:  # fmt: skip
-    """Launch attention on torch's current stream. `tables` in the order of `Tables`, then the targets [batch, rows, heads, head dim]
-    of all segments; nothing is written but through them.
-    """
+    """Launch attention on torch's current stream. `tables` in the order of `Tables`; nothing is written but through them."""
     kernel(q, k, v, q, None, softmax_scale, *[None] * 9, AuxData(list(tables), None), None, None)

@@ -5,8 +5,9 @@ the whole sequence which rank owns it and which row of that rank's output it bec
 after image tokens, lengths that neither ranks nor tiles divide. `head_shards` does the same for heads.
 
 The kernel itself knows none of this. It follows two tables made here: `row_table` (an address per row) and `tile_table` (which tile
-each CTA computes, in which order). The *order of destinations in time* is part of the design, because stores of one wave of tiles
-are one burst of the X-Stage (paper, section 4.3, equation 10: a burst should stay below the capacity Q, of which every SM has its share):
+each CTA computes, in which order), the latter only where `turns` cannot say the same. The *order of destinations in time* is part of the
+design, because stores of one wave of tiles are one burst of the X-Stage (paper, section 4.3, equation 10: a burst should stay below the
+capacity Q, of which every SM has its share):
 
 * `plain`: FA4's own order, query blocks fastest. A wave may then go to one peer entirely.
 * `alternating`: the destinations of a head's blocks are spread evenly over its tiles, so every wave carries the same share.

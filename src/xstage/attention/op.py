@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import socket
 import warnings
 import weakref
@@ -46,7 +45,6 @@ from xstage.symmetric import Agreement, SymmetricBuffer, Watch, default_device, 
 FALLBACKS = ("serial", "error")
 STORES = ("owner", "local", "remote")
 LAST_LAUNCHES = ("ahead", "after")
-METHODS = ("auto", "bulk", "st_global")
 STARTS = ("auto", "table")
 HEAD_DIMS = (64, 96, 128, 256)
 _SIGNAL_BYTES = 4 * KiB
@@ -68,8 +66,6 @@ class Variant:
         finish: `wait` (the call ends when the output is complete), `none` (the attention kernel alone, no meeting before
             or after: sender-visible time).
         last: the meeting that ends a call is launched `ahead` of the attention kernel's end, which it then awaits itself, or `after` it.
-        method: who stores a tile: the copy engine from shared memory (`bulk`) or the threads that computed it (`st_global`). `auto`:
-            `bulk` where the layout has few enough segments (`kernel_sm90.MOST_TARGETS`). Log-sum-exps are stored by threads.
         start: `auto`: a CTA computes its tile from its index where the order allows (`layout.turns`); `table`: it always reads it.
     """
 
@@ -78,7 +74,6 @@ class Variant:
     entry: str = "auto"
     finish: str = "wait"
     last: str = "ahead"
-    method: str = "auto"
     start: str = "auto"
 
     def __post_init__(self) -> None:
@@ -88,7 +83,6 @@ class Variant:
             ("entry", self.entry, ("auto", "always")),
             ("finish", self.finish, ("wait", "none")),
             ("last", self.last, LAST_LAUNCHES),
-            ("method", self.method, METHODS),
             ("start", self.start, STARTS),
         ):
             if value not in known:
@@ -115,13 +109,10 @@ class _Call:
 
 @dataclass
 class _Plan:
-    """What a call needs on the device, made on its first use: the kernel and the tile table, and per buffer the row tables, the targets
-    of the copy engine (none if threads store) and the description.
-    """
+    """What a call needs on the device, made on its first use: the kernel, the tile table, and per buffer the row tables and description."""
 
     kernel: Any
     tiles: torch.Tensor
-    targets: list[list[torch.Tensor]]
     rows: list[torch.Tensor]
     lse_rows: list[torch.Tensor]
     calls: list[torch.Tensor]
@@ -393,8 +384,9 @@ class AttentionA2A:
         turn = self._turn % self.buffers
         self._turn += 1
         q, k, v = (_aligned(x) for x in (q.detach(), k.detach(), v.detach()))
-        lse_rows = [plan.lse_rows[turn]] if call.return_lse else []
-        tables = [plan.tiles, plan.rows[turn], self._control, *lse_rows, *plan.targets[turn]]
+        tables = [plan.tiles, plan.rows[turn], self._control]
+        if call.return_lse:
+            tables.append(plan.lse_rows[turn])
         meeting = (self._control, plan.calls[turn], self._signals)
         if self._must_meet(variant):
             compiled_meeting(self.world, kernel_sm90.ENTERED, False)(*meeting)
@@ -433,25 +425,17 @@ class AttentionA2A:
         )  # fmt: skip
         row_bytes = self.heads * self.head_dim * self.dtype.itemsize
         first_head = sum(self.heads_per_rank[: self.rank])
-        bulk = variant.method != "st_global"
-        if bulk and len(layout.segments) > kernel_sm90.MOST_TARGETS:
-            if variant.method == "bulk":
-                raise XStageError(f"method: {len(layout.segments)} segments; the limit of bulk stores is {kernel_sm90.MOST_TARGETS}")
-            bulk = False
         # Causal tiles differ in length, and the base class's grid for them has another shape.
         computed = variant.start == "auto" and not call.causal
         runs, first = lay.turns(table, self.rank, world=self.world, heads=heads, batch=batch) if computed else (0, 0)
         kernel = kernel_sm90.compiled(
             str(self.dtype).removeprefix("torch."), self.head_dim, heads // self.kv_heads_per_rank[self.rank], call.causal,
-            call.return_lse, len(layout.segments) if bulk else 0, kernel_sm90.Start(runs, first),
+            call.return_lse, kernel_sm90.Start(runs, first),
         )  # fmt: skip
-        plan = _Plan(kernel, self._to_device(table), [], [], [], [], [], [], [])
+        plan = _Plan(kernel, self._to_device(table), [], [], [], [], [], [])
         for turn in range(self.buffers):
             start = _SIGNAL_BYTES + turn * (self._out_bytes + self._lse_bytes)
-            memories = self._memories(variant.stores, start, plan.keep)
-            plan.targets.append(self._targets(memories, layout, batch) if bulk else [])
-            bases = [memory.data_ptr() for memory in memories]
-            lse_bases = [base + self._out_bytes for base in bases]
+            bases, lse_bases = self._bases(variant.stores, start, plan.keep)
             rows = lay.row_table(layout, bases, batch, row_bytes, first_head * self.head_dim * self.dtype.itemsize)
             lse_rows = lay.row_table(layout, lse_bases, batch, self.heads * 4, first_head * 4)
             signature = zlib.crc32(json.dumps([call.to_json(), turn], sort_keys=True).encode()) & 0x7FFFFFFF
@@ -466,26 +450,17 @@ class AttentionA2A:
         torch.cuda.synchronize(self.device)
         return plan
 
-    def _memories(self, stores: str, start: int, keep: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Each rank's output and log-sum-exp as bytes, for a choice of destinations; `keep` holds memory made for it."""
+    def _bases(self, stores: str, start: int, keep: list[torch.Tensor]) -> tuple[list[int], list[int]]:
+        """Where each rank's output begins, and its log-sum-exp, for a choice of destinations; `keep` holds memory made for it."""
         assert self._buffer is not None
-        size = self._out_bytes + self._lse_bytes
-        if stores == "local":
+        addresses = list(self._buffer.addresses)
+        if stores == "remote":
+            addresses = [addresses[(self.rank + 1) % self.world]] * self.world
+        elif stores == "local":
+            size = self._out_bytes + self._lse_bytes
             keep.append(torch.empty(self.world, size, dtype=torch.uint8, device=self.device))
-            return list(keep[-1])
-        ranks = [(self.rank + 1) % self.world] * self.world if stores == "remote" else range(self.world)
-        return [self._buffer.view(start, (size,), torch.uint8, rank) for rank in ranks]
-
-    def _targets(self, memories: list[torch.Tensor], layout: SequenceLayout, batch: int) -> list[torch.Tensor]:
-        """Per segment of the sequence the view [batch, its rows, my heads, head dim] of its rank's output."""
-        first = sum(self.heads_per_rank[: self.rank])
-        targets = []
-        for s in layout.segments:
-            shape = (batch, layout.local_rows[s.rank], self.heads, self.head_dim)
-            used = memories[s.rank][: math.prod(shape) * self.dtype.itemsize]
-            out = used.view(self.dtype).view(shape)
-            targets.append(out[:, s.local_start : s.local_start + s.rows, first : first + self.heads_per_rank[self.rank]])
-        return targets
+            addresses = [keep[-1].data_ptr() + rank * size - start for rank in range(self.world)]
+        return [a + start for a in addresses], [a + start + self._out_bytes for a in addresses]
 
     def _to_device(self, table: Any) -> torch.Tensor:
         return torch.from_numpy(table).to(self.device)

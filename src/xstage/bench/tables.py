@@ -181,14 +181,31 @@ def _attention_table(results: Path) -> str:
         us = {name: f"{t['slowest_ns'] / 1e3:.1f}" for group in (baseline, residual) for name, t in group.items()}
         rows.append([
             f"{r['heads']}, {r['sequence']:,}", *(us[n] for n in ("fa4", "local", "stores", "fused", "push_graph", "nccl_graph", "nccl")),
-            f"{d['residual_ns'] / 1e3:.1f} ({d['residual_share']:.1%})", f"{r['predicted_residual_ns']['alternating'] / 1e3:.1f}",
+            f"{d['residual_ns'] / 1e3:.1f} ({d['residual_share']:.1%})", *_bounds(r),
             f"{d['readiness_ns'] / 1e3:.1f}", f"{d['kernel_over_fa4_ns'] / 1e3 / float(us['fa4']):.2%}",
             f"{d['speedup_strongest']:.2f}×", f"{d['speedup_paper_baseline']:.2f}×",
         ])  # fmt: skip
-    head = ["H, M", "FA4 alone", "local stores", "stores", "fused", "push, graph", "NCCL, graph", "NCCL, eager", "E_res", "predicted",
-            "readiness", "local over FA4", "over strongest serial", "over eager serial"]  # fmt: skip
+    head = ["H, M", "FA4 alone", "local stores", "stores", "fused", "push, graph", "NCCL, graph", "NCCL, eager", "E_res",
+            "predicted: last drain", "and stalls", "readiness", "local over FA4", "over strongest serial", "over eager serial"]  # fmt: skip
     said = "µs per call, slowest rank, medians; H heads per GPU, head dim 128, bf16, full attention"
     return grid(head, rows) + f"\n\n{said}; `results/h200x2/attention.json`."
+
+
+def _bounds(row: dict[str, Any]) -> list[str]:
+    """Predicted: the drain of the last burst, and with the stalls of the waves before."""
+    p = row["predicted_residual_ns"]
+    return [f"{p[name] / 1e3:.1f}" if name in p else "–" for name in ("tail", "alternating")]
+
+
+def _attention_summary_table(results: Path) -> str:
+    rows = []
+    for r in _read(results / "h200x2" / "attention.json")["rows"]:
+        times, d = r["groups"]["baseline"], r["derived"]
+        us = [f"{times[name]['slowest_ns'] / 1e3:,.0f}" for name in ("fa4", "fused")]
+        ratios = [f"{d[f'speedup_{name}']:.2f}×" for name in ("strongest", "paper_baseline")]
+        rows.append([f"{r['heads']}, {r['sequence']:,}", *us, *ratios])
+    head = ["heads per GPU, tokens", "FA4 alone, µs", "with the exchange, µs", "over the strongest serial path", "over the eager one"]
+    return grid(head, rows) + "\n\nTwo H200s, head dim 128, bf16, full attention; `results/h200x2/attention.json`."
 
 
 def _attention_split_table(results: Path) -> str:
@@ -225,21 +242,19 @@ def _attention_forms_table(results: Path) -> str:
 
 
 def _attention_stores_table(results: Path) -> str:
-    path = results / "h200x2" / "attention-stores.json"
-    if not path.exists():
-        return "Not measured yet."
-    rows = []
-    for r in _read(path)["rows"]:
+    sms, rows = load_platform("h200-nvlink4").sms, []
+    for r in _read(results / "h200x2" / "attention-stores.json")["rows"]:
         t, d, p = r["groups"]["forms"], r["derived"], r["predicted_residual_ns"]
-        columns = ("fa4", "local", "stores", "fused", "local_threads", "stores_threads", "fused_threads")
-        us = [f"{t[n]['slowest_ns'] / 1e3:.1f}" for n in columns]
-        residuals = [f"{d[f'residual_{form}_ns'] / 1e3:.1f}" for form in ("engine", "table", "threads")]
-        shares = [f"{d[f'kernel_{form}_over_fa4_ns'] / t['fa4']['slowest_ns']:.2%}" for form in ("engine", "table", "threads")]
-        bounds = [f"{p[n] / 1e3:.1f}" for n in ("tail", "engine", "alternating")]
-        rows.append([f"{r['heads']}, {r['sequence']:,}", *us, *residuals, *bounds, *shares])
-    head = ["H, M", "FA4 alone", "engine, local", "engine, stores", "engine, fused", "threads, local", "threads, stores", "threads, fused",
-            "E_res, engine", "E_res, engine, table read", "E_res, threads", "the last drain, predicted", "with stalls, engine",
-            "with stalls, threads", "local over FA4, engine", "engine, table read", "threads"]  # fmt: skip
+        forms, tiles = ("threads", "engine", "table"), -(-r["heads"] * r["sequence"] // 128 // sms)
+        us = [f"{t[n]['slowest_ns'] / 1e3:.1f}" for n in ("fa4", "stores_threads", "stores")]
+        shares = [f"{d[f'kernel_{form}_over_fa4_ns'] / t['fa4']['slowest_ns']:.2%}" for form in forms]
+        look_up = f"{(d['kernel_table_over_fa4_ns'] - d['kernel_engine_over_fa4_ns']) / 1e3 / tiles:.1f}"
+        residuals = [f"{d[f'residual_{form}_ns'] / 1e3:.1f}" for form in forms]
+        bounds = [f"{p[n] / 1e3:.1f}" for n in ("tail", "alternating", "engine")]
+        rows.append([f"{r['heads']}, {r['sequence']:,}", *us, *shares, look_up, *residuals, *bounds])
+    head = ["H, M", "FA4 alone", "stores, threads", "stores, engine", "local over FA4, threads", "engine", "engine, table read",
+            "the table, per tile", "E_res, threads", "engine", "engine, table read", "predicted: last drain", "and stalls, threads",
+            "and stalls, engine"]  # fmt: skip
     return grid(head, rows) + "\n\nµs per call, slowest rank, medians; `results/h200x2/attention-stores.json`."
 
 
@@ -263,13 +278,15 @@ def _attention_models_table(results: Path) -> str:
 
 def _attention_orders_table(results: Path) -> str:
     rows = []
-    measured = _read(results / "h200x2" / "attention.json")["rows"]
+    measured = _read(results / "h200x2" / "attention-orders.json")["rows"]
     orders = ("plain", "alternating", "own_last")
     for r in measured:
         d, p = r["derived"], r["predicted_residual_ns"]
         cells = [f"{d[f'residual_{o}_ns'] / 1e3:.1f} ({p[o] / 1e3:.1f})" for o in orders]
         rows.append([f"{r['heads']}, {r['sequence']:,}", *cells, f"{d['residual_remote_ns'] / 1e3:.1f}", f"{d['meeting_ns'] / 1e3:.1f}"])
-    return grid(["H, M", *(o.replace("_", " ") for o in orders), "all remote", "a meeting before the call"], rows)
+    return grid(["H, M", *(o.replace("_", " ") for o in orders), "all remote", "a meeting before the call"], rows) + (
+        "\n\n`results/h200x2/attention-orders.json`: stores by threads, tiles read from a table."
+    )
 
 
 def _attention_designs_table(results: Path) -> str:
@@ -329,6 +346,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "residuals": _residuals_table,
     "comparison": _comparison_table,
     "attention": _attention_table,
+    "attention-summary": _attention_summary_table,
     "attention-orders": _attention_orders_table,
     "attention-split": _attention_split_table,
     "attention-forms": _attention_forms_table,

@@ -7,8 +7,8 @@ remains is the drain of the last, usually partial wave, so the residual does not
 of the last wave. The completion-coupled counterfactual pays V/R in every wave.
 
 `simulate_attention` has one capacity for all SMs. `predict_residual` has the tile table of the kernel that runs here, and each SM its own
-share of the capacity, as it was measured: no events, only the two bounds. What a
-remote tile costs beside them, when its CTA ends for instance, it leaves out (docs/attention.md).
+share of the capacity, as it was measured: no events, only the two bounds. What a remote tile costs beside them it leaves out
+(docs/attention.md).
 
 Covered: persistent CTAs or waves (equal tiles make them the same), destinations in plain or alternating order, local blocks,
 capacity of a full wave, shared drain, issuing by the math warps or by an own role, one barrier at the end as a given time.
@@ -160,17 +160,17 @@ def predicted_residual_ns(waves: Sequence[NDArray[Any]], platform: Platform, met
 
 def predict_residual(
     heads: int, layout: SequenceLayout, order: str, platform: Platform, *, rank: int = 0, row_bytes: int = 256, tile_rows: int = 128,
-    sms: int | None = None, method: str = "st_global", stalls: bool = True,
+    sms: int | None = None, stalls: bool = True,
 ) -> tuple[list[int], float]:  # fmt: skip
     """Rows that leave the rank in each wave of a call of the fused kernel, and E_res as `predicted_residual_ns` has it.
 
     Args:
         heads: of this rank. order: of `attention.layout`. row_bytes: of one head. tile_rows: of the kernel's tiles.
-        sms: of the GPU that runs it, None for the platform's. method: who stores. stalls: False: only the drain of the last burst.
+        sms: of the GPU that runs it, None for the platform's. stalls: False: only the drain of the last burst.
     """
     sms = sms or platform.sms
     capacity_tiles = min(sms, sms * KNEE_BYTES_PER_SM // (tile_rows * row_bytes))
     table = tile_table(layout, rank, heads=heads, batch=1, tile_rows=tile_rows, wave=sms, order=order, capacity_tiles=capacity_tiles)
     waves = remote_rows(table, layout, rank, tile_rows, sms)
     bursts = [sent * row_bytes for sent in waves]
-    return [int(sent.sum()) for sent in waves], predicted_residual_ns(bursts if stalls else bursts[-1:], platform, method)
+    return [int(sent.sum()) for sent in waves], predicted_residual_ns(bursts if stalls else bursts[-1:], platform)

@@ -10,14 +10,13 @@ groups, their questions, and the columns that answer them:
   its output is complete) over `stores`.
 * `baseline`. `fused` against the paper's serial baseline (`nccl`: eager, with permutations), the same in a graph (`nccl_graph`), and the
   copy-engine push in a graph, after FA4 (`push_graph`) and after other attention kernels that this machine has (`push_cudnn`, `push_fa3`).
-* `forms`. Stores by the copy engine, the default (`local`, `stores`, `fused`), against stores by threads (`…_threads`); and the default
-  with the tile read from a table at a CTA's start (`…_table`).
+* `forms`. A CTA computes its tile, the default (`local`, `stores`, `fused`), or reads it from a table at its start (`…_table`).
 * `order`. What the order and the share of remote destinations do to the residual (`stores_table`, which alternates, `plain`, `own_last`,
   `remote`; all read the tile table, which some orders need), and what a meeting before the call costs, which the first call of a graph
   makes (`met`).
 * `dit`. Residual, readiness and all serial baselines in one group, for shapes whose calls are long.
 
-A row takes `ROW_S` at most where that can be had by fewer rounds, never less than 5.
+A row takes `ROW_S` at most where that can be had by fewer rounds, never less than `LEAST_ROUNDS`.
 
 The prediction of E_res comes from the tile table and a platform file alone (`simulate.attention.predict_residual`), with nothing refitted.
 
@@ -45,8 +44,8 @@ from xstage.errors import XStageError
 from xstage.platform import Platform, load_platform
 from xstage.simulate.attention import predict_residual
 
-HEADS, SEQUENCES, HEAD_DIM = (4, 12), (4096, 8192, 16384, 32768, 65536), 128
-ROW_S, LEAST_ROUNDS = 15.0, 5
+HEADS, SEQUENCES, HEAD_DIM = (4, 12), (4096, 8192, 16384, 32768), 128
+ROW_S, LEAST_ROUNDS = 7.0, 5
 _FLOP_PER_NS = 7e5  # FA4 on an H200, for planning only
 
 
@@ -76,11 +75,9 @@ FUSED = {
     "local": Variant(stores="local", finish="none"),
     "stores": Variant(finish="none"),
     "fused": Variant(),
-    "local_threads": Variant(stores="local", finish="none", method="st_global"),
-    "stores_threads": Variant(finish="none", method="st_global"),
-    "fused_threads": Variant(method="st_global"),
     "local_table": Variant(stores="local", finish="none", start="table"),
     "stores_table": Variant(finish="none", start="table"),
+    "fused_table": Variant(start="table"),
     "plain": Variant(order="plain", finish="none", start="table"),
     "own_last": Variant(order="own_last", finish="none", start="table"),
     "remote": Variant(stores="remote", finish="none", start="table"),
@@ -90,15 +87,15 @@ SERIAL = ("nccl", "nccl_graph", "push_graph", *(f"push_{name}" for name in seria
 GROUPS = {
     "residual": ("fa4", "local", "stores", "fused"),
     "baseline": ("fa4", "fused", *SERIAL),
-    "forms": ("fa4", "local", "stores", "fused", "local_threads", "stores_threads", "fused_threads", "local_table", "stores_table"),
+    "forms": ("fa4", "local", "stores", "fused", "local_table", "stores_table", "fused_table"),
     "dit": ("fa4", "local", "stores", "fused", *SERIAL[1:]),
     "order": ("local_table", "stores_table", "plain", "own_last", "remote", "met", "fused"),
 }
-FORMS = {"engine": "", "threads": "_threads", "table": "_table"}  # of the group `forms`, and the suffix of their variants
-# Stores by threads in each order; alternating, stores by the copy engine, and the drain of the last burst alone.
+FORMS = {"computed": "", "table": "_table"}  # of the group `forms`, and the suffix of their variants
+DEFAULT_GROUPS = {"rows": ("residual", "baseline"), "dit": ("dit",)}
+# Each order, and alternating without stalls: the drain of the last burst alone.
 PREDICTED: dict[str, dict[str, Any]] = {
     **{order: {"order": order} for order in ("alternating", "plain", "own_last")},
-    "engine": {"order": "alternating", "method": "bulk"},
     "tail": {"order": "alternating", "stalls": False},
 }
 
@@ -167,7 +164,7 @@ def run(
         out: path of the result file. shapes: `rows` (every pair of `heads` per rank and `sequences`) or `dit`. rounds: at most.
         budget_s: no row is begun after this many seconds.
         platform: gallery name or path, for predictions; None: no predictions.
-        groups: which of `GROUPS` to run; None: `dit` for `dit`, else all others.
+        groups: which of `GROUPS` to run; None: `DEFAULT_GROUPS` of the shapes.
 
     Returns:
         The content of the result file.
@@ -178,7 +175,7 @@ def run(
     """
     if shapes not in ("rows", "dit"):
         raise XStageError(f"shapes: {shapes!r} is not 'rows' or 'dit'")
-    groups = groups or (["dit"] if shapes == "dit" else [name for name in GROUPS if name != "dit"])
+    groups = groups or DEFAULT_GROUPS[shapes]
     for name in groups:
         if name not in GROUPS:
             raise XStageError(f"groups: {name!r} is not one of {', '.join(GROUPS)}")
