@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,6 +211,17 @@ def check_uses(rank: int, world: int) -> None:
     disable(pipe)
     assert torch.equal(latents(), expected)
 
+    # A pipeline with two transformers, which share operators; and one of the two alone.
+    (first, some), (second, _) = (models.build("Wan", 5, 9, torch.float64, seed=seed) for seed in (0, 1))
+    both = SimpleNamespace(components={"transformer": first, "scheduler": None, "transformer_2": second}, device=first.device)
+    expected = [m(**some, return_dict=False)[0] for m in (first, second)]
+    enable(both)
+    disable(first)
+    assert torch.equal(first(**some, return_dict=False)[0], expected[0])
+    torch.testing.assert_close(second(**some, return_dict=False)[0], expected[1], rtol=1e-12, atol=1e-12)
+    disable(both)
+    assert torch.equal(second(**some, return_dict=False)[0], expected[1])
+
 
 def check_refusals(rank: int, world: int) -> None:
     from diffusers import CogVideoXTransformer3DModel, FlowMatchEulerDiscreteScheduler, FluxPipeline
@@ -233,6 +245,15 @@ def check_refusals(rank: int, world: int) -> None:
     with pytest.raises(XStageError, match=f"heads: 1 heads over {world} ranks"):
         enable(models.wan(5, 9, heads=1)[0])
     model = models.wan(5, 9)[0]
+
+    class Unknown(type(model)):  # type: ignore[misc]
+        pass
+
+    model.__class__ = Unknown
+    with pytest.warns(RuntimeWarning, match="Unknown split over ranks has not been tested"):
+        enable(model)
+    disable(model)
+    model.__class__ = Unknown.__base__
     with pytest.raises(XStageError, match="colour: not an option; the options are max_sequence"):
         enable(model, colour=1)
     with pytest.raises(XStageError, match="must have one dimension"):

@@ -52,6 +52,11 @@ except ImportError as error:
     raise UnsuitableMachine(f"diffusers: {error} (pip install 'xstage[diffusers]')") from error
 
 OPTIONS = ("max_sequence", "max_batch", "buffers", "variant", "timeout_s", "fallback")
+# What `tests/test_diffusers.py` holds against the whole model.
+TESTED = (
+    "WanTransformer3DModel", "ChronoEditTransformer3DModel", "FluxTransformer2DModel", "Flux2Transformer2DModel",
+    "QwenImageTransformer2DModel", "LTXVideoTransformer3DModel",
+)  # fmt: skip
 # Cross-attention layers whose text diffusers' plan splits as well. It is small and the same on every rank: it stays whole, and these layers
 # stay as they are.
 _LOCAL_LAYERS = {"LTXVideoTransformer3DModel": "attn2"}
@@ -73,6 +78,8 @@ def enable(
             an attention output beyond the attention call after the next.
         options: `max_sequence` and `max_batch` (buffers of at least that size from the start; they grow when a call needs it), and
             `buffers`, `variant`, `timeout_s`, `fallback` of `AttentionA2A`.
+
+    A model that is not one of `TESTED` is taken with a warning.
 
     Raises:
         XStageError: the model has no plan, has other parallelism, has attention that does not go through diffusers' dispatcher, or
@@ -414,6 +421,8 @@ def _check(model: Any, world: int) -> None:
         heads = getattr(module, "heads", None)
         if isinstance(heads, int):
             _heads(heads, world)
+    if name not in TESTED:
+        _warn_once(f"{name} split over ranks has not been tested; compare with one rank")
 
 
 def _processors(model: Any) -> Iterator[tuple[str, Any, Any]]:
