@@ -334,6 +334,32 @@ def _moe_table(results: Path) -> str:
     return grid(head, rows) + "\n\n" + said
 
 
+def _moe_summary_table(results: Path) -> str:
+    path = results / "h200x2" / "moe-layer.json"
+    rows = []
+    for r in _read(path)["rows"]:
+        layer = {name: t["slowest_ns"] / 1e3 for name, t in r["groups"]["layer"].items()}
+        public = layer.get("deep_gemm_mega")
+        rows.append([
+            f"{r['shape']}, {r['share']:g}", f"{r['derived']['compute_ns'] / 1e3:,.0f}", f"{layer['serial']:,.0f}", f"{layer['interleaved']:,.0f}",
+            "–" if public is None else f"{public:,.0f}", "–" if public is None else f"{public / layer['interleaved']:.2f}×",
+        ])  # fmt: skip
+    head = ["model, share of remote picks", "its two GEMMs, µs", "step by step", "one kernel", "public fused kernel", "over it"]
+    return grid(head, rows) + "\n\nTwo H200s, 8,192 tokens each; public: `sgl-deep-gemm` 0.1.5; `results/h200x2/moe-layer.json`."
+
+
+def _moe_gemm_table(results: Path) -> str:
+    rows = []
+    for r in _read(results / "h200" / "grouped-gemm.json")["rows"]:
+        t = r["tflops"]
+        cells = [
+            f"{t[ours]:,.0f} / {t[theirs]:,.0f}" for ours, theirs in (("linear1", "deep_gemm_linear1"), ("linear2", "deep_gemm_linear2"))
+        ]
+        rows.append([r["shape"], f"{r['experts']}, {r['rows']:,}", *cells, f"{r['derived']['over_deep_gemm']:.3f}"])
+    head = ["model", "experts, rows", "Linear-1: ours / DeepGEMM", "Linear-2", "time over DeepGEMM's"]
+    return grid(head, rows) + "\n\nTFLOP/s, padded rows, one H200; `results/h200/grouped-gemm.json`."
+
+
 def _read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
@@ -354,5 +380,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "attention-models": _attention_models_table,
     "attention-designs": _attention_designs_table,
     "moe": _moe_table,
+    "moe-summary": _moe_summary_table,
+    "moe-gemm": _moe_gemm_table,
     **SIMULATED,
 }
