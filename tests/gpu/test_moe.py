@@ -147,7 +147,7 @@ class Problem:
 def buffer_of(moe: Any) -> Any:
     from xstage.symmetric import SymmetricBuffer
 
-    return next(value for value in vars(moe._serial.exchange).values() if isinstance(value, SymmetricBuffer))
+    return next(value for value in vars(moe._kernels.exchange).values() if isinstance(value, SymmetricBuffer))
 
 
 def poison(moe: Any) -> None:
@@ -157,7 +157,7 @@ def poison(moe: Any) -> None:
     for region in moe.layout.regions:
         if region.name != "signals":
             local[region.offset_bytes : region.offset_bytes + region.size_bytes].fill_(0xFF)
-    pipeline, exchange = moe._serial, moe._serial.exchange
+    pipeline, exchange = moe._kernels, moe._kernels.exchange
     scratch = (
         exchange.scales,
         exchange.tile_expert,
@@ -282,7 +282,7 @@ def delay(options: argparse.Namespace) -> None:
     inputs = [problem.tokens(RANK, 300 + 100 * RANK, kind, 40 + i) for i, kind in enumerate(("even", "all remote", "masked"))]
     with problem.make() as moe:
         wanted = [moe(*x) for x in inputs]
-        pipeline = moe._serial
+        pipeline = moe._kernels
 
         def stepwise(x: list[torch.Tensor], late: int) -> torch.Tensor:
             """One call; this rank sleeps before step `late`."""

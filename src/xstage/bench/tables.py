@@ -341,7 +341,8 @@ def _moe_summary_table(results: Path) -> str:
         layer = {name: t["slowest_ns"] / 1e3 for name, t in r["groups"]["layer"].items()}
         public = layer.get("deep_gemm_mega")
         rows.append([
-            f"{r['shape']}, {r['share']:g}", f"{r['derived']['compute_ns'] / 1e3:,.0f}", f"{layer['serial']:,.0f}", f"{layer['interleaved']:,.0f}",
+            f"{r['shape']}, {r['share']:g}", f"{r['derived']['compute_ns'] / 1e3:,.0f}",
+            f"{layer['serial']:,.0f}", f"{layer['interleaved']:,.0f}",
             "–" if public is None else f"{public:,.0f}", "–" if public is None else f"{public / layer['interleaved']:.2f}×",
         ])  # fmt: skip
     head = ["model, share of remote picks", "its two GEMMs, µs", "step by step", "one kernel", "public fused kernel", "over it"]
