@@ -21,7 +21,7 @@ def test_machine_code(kind: str, unroll: int, option: float | None) -> None:
 
     from xstage.moe import grouped_gemm
 
-    code = machine_code.of(grouped_gemm._compiled(kind, unroll, option))["sass"]
+    code = machine_code.of(grouped_gemm.compiled_gemm(kind, unroll, option))["sass"]
     # A round in the loop over K and one per layer that ends a tile, each of `unroll` stages of two halves of four instructions.
     rounds = 3 if kind == "both" else 2
     assert len(re.findall(r"QGMMA\.64x128x32", code)) == rounds * unroll * 8
