@@ -105,6 +105,16 @@ def test_rows_that_come_in_e4m3_are_only_listed() -> None:
 
 
 @needs_compiler
+def test_a_warp_meets_before_it_counts_the_rows_that_it_sent() -> None:
+    from send_kernel import compiled_send
+
+    ptx = machine_code.of(compiled_send(replace(ODD, direct=True)))["ptx"]
+    # The interpreter cannot see this: without it the count of one lane would not come after the stores of the others.
+    assert "bar.warp.sync" in ptx[ptx.rindex("st.global.v4.b32") : ptx.index("red.release.sys")]
+    assert ptx.count("red.release.sys.global.add.u32") == 2
+
+
+@needs_compiler
 @pytest.mark.parametrize(("layout", "which"), [(QWEN35, "qwen35"), (ODD, "odd")])
 def test_the_sum_of_a_token_has_a_load_per_pick_and_one_store(layout: BufferLayout, which: str) -> None:
     ptx, sass = code(f"reduce-{which}")["ptx"], code(f"reduce-{which}")["sass"]
