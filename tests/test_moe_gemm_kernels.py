@@ -43,7 +43,7 @@ def test_sending_fits_into_the_registers_of_loading(sizes: tuple[int, ...]) -> N
     from xstage.moe import grouped_gemm
     from xstage.moe.gemm_sm90 import LOAD_REGISTERS
 
-    sass = machine_code.of(grouped_gemm._compiled("both", 4, None, BufferLayout(*sizes, direct=True)))["sass"]
+    sass = machine_code.of(grouped_gemm.compiled_gemm("both", 4, None, BufferLayout(*sizes, direct=True)))["sass"]
     few, more = (re.findall(rf"USETMAXREG\.{kind}\b", sass) for kind in ("DEALLOC", "TRY_ALLOC"))
     assert (len(few), len(more)) == (1, 1)
     loading = sass[sass.index("USETMAXREG.DEALLOC") : sass.index("USETMAXREG.TRY_ALLOC")]
