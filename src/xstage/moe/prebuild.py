@@ -28,14 +28,14 @@ CLUSTERS = 66  # of two CTAs, on a Hopper GPU of 132 SMs
 
 
 def prebuild(
-    folder: str | os.PathLike[str], shapes: Sequence[str], *, tokens: int, ranks: int, schedules: Sequence[str] = ("interleaved",),
-    lead_rows: int | None = None, clamp: float | None = None, picks: Sequence[str] = ("int64",), rows: Sequence[str] = ("bfloat16",),
+    folder: str | os.PathLike[str], shapes: Sequence[str | MoEShape], *, tokens: int, ranks: int,
+    schedules: Sequence[str] = ("interleaved",), lead_rows: int | None = None, clamp: float | None = None, picks: Sequence[str] = ("int64",), rows: Sequence[str] = ("bfloat16",),
     processes: int | None = None,
 ) -> list[Path]:  # fmt: skip
     """Fill `folder`; what is there already is left alone.
 
     Args:
-        shapes: names of `xstage.moe.shapes`. tokens: most per rank. schedules, lead_rows, clamp: as `MegaMoE` takes them.
+        shapes: of `xstage.moe.shapes`, or their names. tokens: most per rank. schedules, lead_rows, clamp: as `MegaMoE` takes them.
         picks: `int32`, `int64`. rows: `bfloat16`, `float8_e4m3fn`. processes: None: one per processor.
 
     Returns:
@@ -44,7 +44,7 @@ def prebuild(
     Raises:
         XStageError: arguments that `MegaMoE` would refuse.
     """
-    models = [shape(name) for name in shapes]
+    models = [shape(known) if isinstance(known, str) else known for known in shapes]
     for schedule in schedules:
         arguments.check_options(schedule, lead_rows, clamp, None, "error")
     for name, given, known in (("picks", picks, ("int32", "int64")), ("rows", rows, ("bfloat16", "float8_e4m3fn"))):
