@@ -29,7 +29,8 @@ CLUSTERS = 66  # of two CTAs, on a Hopper GPU of 132 SMs
 
 def prebuild(
     folder: str | os.PathLike[str], shapes: Sequence[str | MoEShape], *, tokens: int, ranks: int,
-    schedules: Sequence[str] = ("interleaved",), lead_rows: int | None = None, clamp: float | None = None, picks: Sequence[str] = ("int64",), rows: Sequence[str] = ("bfloat16",),
+    schedules: Sequence[str] = ("interleaved",), lead_rows: int | None = None, clamp: float | None = None,
+    picks: Sequence[str] = ("int64",), rows: Sequence[str] = ("bfloat16",),
     processes: int | None = None,
 ) -> list[Path]:  # fmt: skip
     """Fill `folder`; what is there already is left alone.
