@@ -1,4 +1,4 @@
-"""A MoE layer as one step after another: what `MegaMoE` runs, and what it runs where the kernels cannot.
+"""A call of a MoE layer: the kernels that `MegaMoE` launches, and what it runs where they cannot.
 
 * `KernelPipeline`: dispatch by stores into the peers' buffers, two grouped GEMMs, the second of which stores its rows into the peers'
   buffers, and the sum over picks. The host never waits, and no size depends on the routing: legal in CUDA graphs. With an order dispatch
@@ -26,7 +26,7 @@ from xstage.moe.work_table import WorkOrder
 
 
 class KernelPipeline:
-    """Four steps on the current stream of one Hopper GPU, in lockstep with its peers.
+    """Dispatch, GEMMs and combine on the current stream of one Hopper GPU, in step with its peers.
 
     Args:
         order: of both GEMMs in one kernel; None: one after the other.
