@@ -14,6 +14,7 @@ from xstage.platform import Platform, load_platform
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 os.environ.setdefault("CUTE_DSL_KEEP", "ptx,cubin")
 os.environ.setdefault("CUTE_DSL_DUMP_DIR", tempfile.mkdtemp(prefix="xstage-ptx-"))
+os.environ.pop("XSTAGE_KERNELS", None)  # an object that was loaded has no PTX
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 

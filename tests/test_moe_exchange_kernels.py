@@ -1,10 +1,11 @@
 """What moves rows of a MoE layer, as far as it can be told without a GPU: kernels compile for sm_90a and hold what was designed, layouts
 that they cannot take are refused, sizes are known before anything is allocated.
 
-Not covered: that rows arrive (tests/gpu/test_moe_exchange.py).
+Not covered: that rows arrive (test_moe_exchange_emulated.py, tests/gpu/test_moe_exchange.py).
 """
 
 import re
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 
@@ -23,7 +24,7 @@ QWEN3_30B = BufferLayout(2, 128, 2048, 8, 8192)
 ODD = BufferLayout(3, 12, 1536, 3, 100)
 KERNELS = [
     *(f"{name}-{layout}" for name in ("count", "plan", "dispatch", "quantized", "arrange", "reduce") for layout in ("qwen35", "odd")),
-    "dispatch-qwen3", "narrow-odd",
+    "dispatch-qwen3", "narrow-odd", "stage-qwen35", "stage-odd", "staged-odd",
 ]  # fmt: skip
 
 
@@ -39,6 +40,8 @@ def code(name: str) -> dict[str, str]:
         "plan": lambda: plan_sm90.compiled_plan(layout.ranks, layout.experts, (0, 4 * layout.experts), 8, 16),
         "dispatch": lambda: exchange_sm90.compiled_dispatch(layout, True, False),
         "quantized": lambda: exchange_sm90.compiled_dispatch(layout, True, True),
+        "stage": lambda: exchange_sm90.compiled_stage(replace(layout, direct=True), True, False),
+        "staged": lambda: exchange_sm90.compiled_stage(replace(layout, direct=True), True, True),
         "arrange": lambda: exchange_sm90.compiled_arrange(layout),
         "reduce": lambda: exchange_sm90.compiled_reduce(layout, True),
     }[kind]()
@@ -83,6 +86,32 @@ def test_a_row_is_read_once_and_stored_by_16_bytes_to_every_pick(layout: BufferL
     assert ptx.count("div.rn.f32") == 16
     assert ptx.count("div.rp.f32") == 1
     assert ptx.count("cvt.rn.satfinite.e4m3x2.f32") == 8
+
+
+@needs_compiler
+@pytest.mark.parametrize("which", ["qwen35", "odd"])
+def test_staged_rows_are_stored_by_16_bytes(which: str) -> None:
+    ptx, sass = code(f"stage-{which}")["ptx"], code(f"stage-{which}")["sass"]
+    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == len(re.findall(r"STG\.E\.128", sass)) == 1
+    assert len(re.findall(r"st\.global\.b32", ptx)) == 2  # place in the list, scale
+    assert len(re.findall(r"ld\.global\.L1::no_allocate\.v4", ptx)) == 2
+
+
+@needs_compiler
+def test_rows_that_come_in_e4m3_are_only_listed() -> None:
+    ptx = code("staged-odd")["ptx"]
+    assert len(re.findall(r"\bst\.", ptx)) == 1
+    assert ".v4" not in ptx
+
+
+@needs_compiler
+def test_a_warp_meets_before_it_counts_the_rows_that_it_sent() -> None:
+    from send_kernel import compiled_send
+
+    ptx = machine_code.of(compiled_send(replace(ODD, direct=True)))["ptx"]
+    # The interpreter cannot see this: without it the count of one lane would not come after the stores of the others.
+    assert "bar.warp.sync" in ptx[ptx.rindex("st.global.v4.b32") : ptx.index("red.release.sys")]
+    assert ptx.count("red.release.sys.global.add.u32") == 2
 
 
 @needs_compiler

@@ -1,13 +1,16 @@
 """The grouped GEMMs compile for sm_90a without a GPU; their machine code holds what the design promises.
 
 Asserted: as many matrix instructions as the tile has, none serialised; multicast loads; how results leave; next to nothing spilled
-where one layer runs alone. Not covered: that they compute anything (tests/gpu/test_grouped_gemm.py).
+where one layer runs alone; a warp that sends rows beside the GEMMs fits into the registers that loading warps keep. Not covered: that
+they compute anything (tests/gpu/test_grouped_gemm.py).
 """
 
 import re
 from importlib.util import find_spec
 
 import pytest
+
+from xstage.moe.layout import BufferLayout
 
 pytestmark = pytest.mark.skipif(any(find_spec(n) is None for n in ("cutlass", "triton")), reason="the kernel packages are not installed")
 
@@ -21,7 +24,7 @@ def test_machine_code(kind: str, unroll: int, option: float | None) -> None:
 
     from xstage.moe import grouped_gemm
 
-    code = machine_code.of(grouped_gemm._compiled(kind, unroll, option))["sass"]
+    code = machine_code.of(grouped_gemm.compiled_gemm(kind, unroll, option))["sass"]
     # A round in the loop over K and one per layer that ends a tile, each of `unroll` stages of two halves of four instructions.
     rounds = 3 if kind == "both" else 2
     assert len(re.findall(r"QGMMA\.64x128x32", code)) == rounds * unroll * 8
@@ -31,3 +34,23 @@ def test_machine_code(kind: str, unroll: int, option: float | None) -> None:
     assert ("UTMASTG" in code) == (kind != "rows")
     if kind != "both":
         assert len(re.findall(r"LDL|STL", code)) <= 16
+
+
+@pytest.mark.parametrize("sizes", [(2, 512, 4096, 10, 8192), (8, 128, 2048, 8, 4096), (3, 12, 1536, 3, 100)])
+def test_sending_fits_into_the_registers_of_loading(sizes: tuple[int, ...]) -> None:
+    import machine_code
+
+    from xstage.moe import grouped_gemm
+    from xstage.moe.gemm_sm90 import LOAD_REGISTERS
+
+    sass = machine_code.of(grouped_gemm.compiled_gemm("both", 4, None, BufferLayout(*sizes, direct=True)))["sass"]
+    few, more = (re.findall(rf"USETMAXREG\.{kind}\b", sass) for kind in ("DEALLOC", "TRY_ALLOC"))
+    assert (len(few), len(more)) == (1, 1)
+    loading = sass[sass.index("USETMAXREG.DEALLOC") : sass.index("USETMAXREG.TRY_ALLOC")]
+    assert "UTMALDG" in loading
+    assert "QGMMA" not in loading
+    # Pieces of a row, and the count of a tile at its owner: this is the part that sends.
+    assert len(re.findall(r"STG\.E\.128", loading)) == min(4, sizes[2] // 512)
+    assert re.search(r"\bRED\S*\.SYS\b", loading)
+    assert not re.search(r"\b(LDL|STL)\b", loading)
+    assert max(int(number) for number in re.findall(r"\bR(\d+)\b", loading)) < LOAD_REGISTERS

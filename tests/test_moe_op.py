@@ -16,8 +16,8 @@ import xstage
 from xstage.errors import PeerTimeout, XStageError
 from xstage.moe import quantize, reference, routing
 from xstage.moe.layout import BufferLayout
+from xstage.moe.pipeline import KernelPipeline, TorchPipeline
 from xstage.moe.reference import Linear
-from xstage.moe.serial import SerialPipeline, TorchPipeline
 from xstage.moe.weights import Weights
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, MOST = 256, 128, 8, 3, 31
@@ -354,7 +354,7 @@ def test_serial_pipeline_in_order(alone: None, monkeypatch: pytest.MonkeyPatch) 
     assert group is not None
     layout = BufferLayout(1, EXPERTS, HIDDEN, TOP_K, MOST)
     weights = loaded(*expert_weights())
-    pipeline = SerialPipeline(layout, weights, clamp=7.0, group=group, device=CPU, timeout_s=3.0, tag="t")
+    pipeline = KernelPipeline(layout, weights, clamp=7.0, group=group, device=CPU, timeout_s=3.0, tag="t")
     steps = pipeline.exchange.steps
     for name in ("swiglu", "rows"):
         setattr(grouped_gemm, name, lambda *a, name=name: steps.append((name, a)))
@@ -379,13 +379,13 @@ def test_serial_pipeline_in_order(alone: None, monkeypatch: pytest.MonkeyPatch) 
     assert pipeline.middle.shape == (layout.rows, INTERMEDIATE)
     assert pipeline.middle_scales.shape == (INTERMEDIATE // 128, layout.rows)
     middle = pipeline.middle.numel() + 4 * pipeline.middle_scales.numel()
-    assert SerialPipeline.local_bytes(layout, INTERMEDIATE) == 1000 + middle
+    assert KernelPipeline.local_bytes(layout, INTERMEDIATE) == 1000 + middle
 
     # A call of `serial` whose arguments are bad: refused here, at once, and a peer that waited in vain can read why.
     with xstage.MegaMoE(num_experts=EXPERTS, hidden=HIDDEN, intermediate=INTERMEDIATE, top_k=TOP_K, max_tokens_per_rank=MOST) as moe:
         moe.load_weights(*expert_weights())
         assert moe(x, idx, w).shape == (4, HIDDEN)
-        moe.mode, moe._serial = "serial", pipeline
+        moe.mode, moe._kernels = "serial", pipeline
         with pytest.raises(XStageError, match="x: shape"):  # the first call is agreed on
             moe(x[0], idx, w)
         moe._met = True

@@ -115,6 +115,15 @@ def _parser() -> argparse.ArgumentParser:
     v.add_argument("--documents", nargs="*", default=["README.md", "docs"], help="docs: markdown files or folders (default README.md docs)")
     v.add_argument("--check", action="store_true", help="docs: exit 1 when something was not up to date")
 
+    v = verb("prebuild", _prebuild, "Compile the kernels of a MoE layer into a folder ahead of time; needs no GPU.")
+    v.add_argument("--out", required=True, help="folder; processes find it by XSTAGE_KERNELS=FOLDER")
+    v.add_argument("--shapes", nargs="+", required=True, help="models, for example Qwen3.5 GLM-5.2")
+    v.add_argument("--tokens", type=int, default=8192, help="most tokens per rank (default 8192)")
+    v.add_argument("--ranks", type=int, required=True, help="ranks of the expert-parallel group")
+    v.add_argument("--schedules", nargs="+", default=["auto"], help="as MegaMoE takes them (default auto)")
+    v.add_argument("--picks", nargs="+", default=["int64"], help="dtypes of topk_idx (default int64)")
+    v.add_argument("--rows", nargs="+", default=["bfloat16"], help="dtypes of x (default bfloat16)")
+
     v = verb("doctor", _doctor, "Say what runs on this machine, what does not, and the command that mends it.")
     v.add_argument("--check", action="store_true", help="exit 1 when something that calibrate needs is missing")
     v.add_argument("--json", action="store_true")
@@ -251,6 +260,17 @@ def _bench_on_gpus(options: argparse.Namespace) -> None:
             options.out, shapes=options.shapes or moe_layer.SHAPES, tokens=options.tokens, shares=options.shares,
             groups=options.groups or moe_layer.GROUPS, budget_s=options.budget, platform=options.platform,
         )  # fmt: skip
+
+
+def _prebuild(options: argparse.Namespace) -> int:
+    from xstage.moe.prebuild import prebuild
+
+    for path in prebuild(
+        options.out, options.shapes, tokens=options.tokens, ranks=options.ranks, schedules=options.schedules, picks=options.picks,
+        rows=options.rows,
+    ):  # fmt: skip
+        print(path)
+    return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """The MoE layer on two or more peer-connected Hopper GPUs.
 
     torchrun --nproc-per-node 2 tests/gpu/test_moe.py [--sections random,replay,…] [--shapes 60] [--replays 5000]
+    python tests/gpu/test_moe.py --prebuild FOLDER     # without a GPU; XSTAGE_KERNELS=FOLDER then spares the compiling
 
 Under pytest the file starts that command once and reports each section as a test. Sections:
 
@@ -61,6 +62,32 @@ RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 KINDS = (
     "even", "skewed", "one expert", "all local", "all remote", "a rank without rows", "masked", "all masked", "twice the same",
 )  # fmt: skip
+
+
+# hidden, intermediate, experts, top_k, most tokens, clamp; where it says so with schedule and lead.
+SMALL, MIDDLE = (512, 256, 8, 2, 200), (1024, 512, 16, 4, 600)
+LARGE = ((2048, 768, 64, 8, 2000), (1024, 1024, 32, 4, 3000))
+SCHEDULES = (("serial", None), ("interleaved", None), ("interleaved", 1), ("alternating", 40), ("expert_wave", None))
+RANDOM = (
+    ((512, 256, 4, 1, 300, None), "serial", None), ((1024, 512, 8, 2, 400, None), "interleaved", None),
+    ((2048, 768, 64, 8, 500, None), "expert_wave", None), ((512, 768, 16, 4, 700, 0.5), "alternating", None),
+    ((1024, 256, 32, 8, 129, 2.0), "serial", None), ((512, 512, max(2 * WORLD, 4), 3, 1000, None), "interleaved", 1),
+)  # fmt: skip
+
+
+def prebuild(folder: str, world: int) -> None:
+    """Compile what the sections use, for `world` ranks; needs no GPU. Then start the tests with XSTAGE_KERNELS=folder."""
+    from xstage.moe.prebuild import prebuild
+    from xstage.moe.shapes import MoEShape
+
+    wanted = [(sizes, "auto", None) for sizes in (SMALL, MIDDLE)] + [(MIDDLE, "serial", None), *RANDOM]
+    wanted += [(sizes, schedule, lead) for sizes in LARGE for schedule, lead in SCHEDULES]
+    for (hidden, intermediate, experts, top_k, most, *clamp), schedule, lead in wanted:
+        made = prebuild(
+            folder, [MoEShape("test", hidden, intermediate, experts, top_k)], tokens=most, ranks=world, schedules=[schedule],
+            lead_rows=lead, clamp=clamp[0] if clamp else None, picks=["int32", "int64"], rows=["bfloat16", "float8_e4m3fn"],
+        )  # fmt: skip
+    print(f"{len(made)} kernels in {folder}")
 
 
 def say(*words: object) -> None:
@@ -147,7 +174,7 @@ class Problem:
 def buffer_of(moe: Any) -> Any:
     from xstage.symmetric import SymmetricBuffer
 
-    return next(value for value in vars(moe._serial.exchange).values() if isinstance(value, SymmetricBuffer))
+    return next(value for value in vars(moe._kernels.exchange).values() if isinstance(value, SymmetricBuffer))
 
 
 def poison(moe: Any) -> None:
@@ -157,7 +184,7 @@ def poison(moe: Any) -> None:
     for region in moe.layout.regions:
         if region.name != "signals":
             local[region.offset_bytes : region.offset_bytes + region.size_bytes].fill_(0xFF)
-    pipeline, exchange = moe._serial, moe._serial.exchange
+    pipeline, exchange = moe._kernels, moe._kernels.exchange
     scratch = (
         exchange.scales,
         exchange.tile_expert,
@@ -176,17 +203,12 @@ def poison(moe: Any) -> None:
 def random_shapes(options: argparse.Namespace) -> None:
     from xstage.moe import quantize, routing
 
-    configurations = [
-        (512, 256, 4, 1, 300, None), (1024, 512, 8, 2, 400, None), (2048, 768, 64, 8, 500, None), (512, 768, 16, 4, 700, 0.5),
-        (1024, 256, 32, 8, 129, 2.0), (512, 512, 2 * WORLD, 3, 1000, None),
-    ]  # fmt: skip
     done, begun, worst = 0, time.time(), (0.0, 0.0)
-    for number, configuration in enumerate(configurations):
+    for number, (configuration, schedule, lead) in enumerate(RANDOM):
         draw, problem = random.Random(5 + number), Problem(*configuration, seed=number)
-        schedule = ("serial", "interleaved", "expert_wave", "alternating")[number % 4]
-        with problem.make(schedule=schedule, lead_rows=1 if number == 5 else None) as moe:
+        with problem.make(schedule=schedule, lead_rows=lead) as moe:
             assert moe.mode == ("serial" if schedule == "serial" else "fused")
-            for turn in range(max(-(-options.shapes // len(configurations)), len(KINDS))):
+            for turn in range(max(-(-options.shapes // len(RANDOM)), len(KINDS))):
                 kind = KINDS[turn % len(KINDS)]
                 most = problem.most
                 counts = [draw.choice([0, 1, most, draw.randint(0, most), draw.randint(0, most), 128]) for _ in range(WORLD)]
@@ -210,10 +232,10 @@ def random_shapes(options: argparse.Namespace) -> None:
 
 
 def orders(options: argparse.Namespace) -> None:
-    for configuration in ((2048, 768, 64, 8, 2000), (1024, 1024, 32, 4, 3000)):
+    for configuration in LARGE:
         problem = Problem(*configuration)
         wanted = []
-        for schedule, lead in (("serial", None), ("interleaved", None), ("interleaved", 1), ("alternating", 40), ("expert_wave", None)):
+        for schedule, lead in SCHEDULES:
             with problem.make(schedule=schedule, lead_rows=lead) as moe:
                 for turn, kind in enumerate(KINDS):
                     mine = problem.tokens(RANK, problem.most - 500 * RANK, kind, turn)
@@ -227,7 +249,7 @@ def orders(options: argparse.Namespace) -> None:
 
 
 def poisoned(options: argparse.Namespace) -> None:
-    problem = Problem(1024, 512, 16, 4, 600)
+    problem = Problem(*MIDDLE)
     with problem.make() as moe:
         for turn, kind in enumerate(KINDS):
             mine = problem.tokens(RANK, 600 - 77 * turn if RANK else 31 * turn, kind, turn)
@@ -239,7 +261,7 @@ def poisoned(options: argparse.Namespace) -> None:
 
 
 def replay(options: argparse.Namespace) -> None:
-    problem, pool = Problem(1024, 512, 16, 4, 256), 12
+    problem, pool = Problem(*MIDDLE), 12
     count = 96 + 64 * RANK
     inputs = [problem.tokens(RANK, count, KINDS[i % len(KINDS)], 10 + i) for i in range(pool)]
     with problem.make() as moe:
@@ -278,19 +300,24 @@ def replay(options: argparse.Namespace) -> None:
 
 
 def delay(options: argparse.Namespace) -> None:
-    problem = Problem(1024, 512, 16, 4, 512)
+    problem = Problem(*MIDDLE)
     inputs = [problem.tokens(RANK, 300 + 100 * RANK, kind, 40 + i) for i, kind in enumerate(("even", "all remote", "masked"))]
-    with problem.make() as moe:
+    for schedule in ("serial", "interleaved"):
+        late_anywhere(problem, schedule, inputs)
+
+
+def late_anywhere(problem: Problem, schedule: str, inputs: list[list[torch.Tensor]]) -> None:
+    with problem.make(schedule=schedule) as moe:
         wanted = [moe(*x) for x in inputs]
-        pipeline = moe._serial
+        pipeline = moe._kernels
 
         def stepwise(x: list[torch.Tensor], late: int) -> torch.Tensor:
             """One call; this rank sleeps before step `late`."""
-            out = torch.empty_like(x[0])
-            steps = (
-                lambda: pipeline.exchange.dispatch(x[0], None, x[1], x[2]), pipeline.linear1,
-                lambda: pipeline.linear2(pipeline.exchange.row_slot), lambda: pipeline.exchange.combine(x[1], out),
-            )  # fmt: skip
+            out, e = torch.empty_like(x[0]), pipeline.exchange
+            gemms = [lambda: pipeline.gemms(e.row_slot)]
+            if schedule == "serial":
+                gemms = [pipeline.linear1, lambda: pipeline.linear2(e.row_slot)]
+            steps = [lambda: e.dispatch(x[0], None, x[1], x[2]), *gemms, lambda: e.combine(x[1], out)]
             for number, step in enumerate(steps):
                 if number == late:
                     torch.cuda._sleep(10_000_000)
@@ -312,7 +339,7 @@ def delay(options: argparse.Namespace) -> None:
 
 
 def stream(options: argparse.Namespace) -> None:
-    problem = Problem(512, 256, 8, 2, 200)
+    problem = Problem(*SMALL)
     with problem.make() as moe:
         side = torch.cuda.Stream()
         for i in range(20):
@@ -328,7 +355,7 @@ def stream(options: argparse.Namespace) -> None:
 
 
 def compiled(options: argparse.Namespace) -> None:
-    problem = Problem(512, 256, 8, 2, 200)
+    problem = Problem(*SMALL)
     with problem.make() as moe:
         x, idx, weights = problem.tokens(RANK, 130, "masked", 3)
         want, counts = moe(x * 2, idx, weights, return_counts=True)
@@ -365,7 +392,7 @@ def fallback(options: argparse.Namespace) -> None:
             q, scales = quantize.quantize_activations(x)
             assert everywhere(max(problem.errors(moe(q, idx, weights, x_scales=scales), x, idx, weights)) <= 2), kind
         bad = problem.tokens(RANK, 101 if RANK == WORLD - 1 else 5, "even", 1)
-        with pytest.raises(XStageError, match=f"{'' if RANK == WORLD - 1 else f'rank {WORLD - 1} refused its arguments: '}x: 101 tokens"):
+        with pytest.raises(XStageError, match=f"{'' if RANK == WORLD - 1 else f'rank {WORLD - 1} refused its arguments: '}x: 201 tokens"):
             moe(*bad)
         assert everywhere(torch.equal(moe(x, idx, weights), y))
 
@@ -373,30 +400,30 @@ def fallback(options: argparse.Namespace) -> None:
 def refuse(options: argparse.Namespace) -> None:
     from xstage.errors import PeerTimeout, XStageError
 
-    problem, last = Problem(512, 256, 8, 2, 100), RANK == WORLD - 1
+    problem, last = Problem(*SMALL), RANK == WORLD - 1
     who = "" if last else f"rank {WORLD - 1} refused its arguments: "
     moe = problem.make(timeout_s=3)
     good = problem.tokens(RANK, 80, "even", 1)
-    bad = problem.tokens(RANK, 101, "even", 1)
-    with pytest.raises(XStageError, match=who + "x: 101 tokens"):
+    bad = problem.tokens(RANK, problem.most + 1, "even", 1)
+    with pytest.raises(XStageError, match=who + "x: 201 tokens"):
         moe(*(bad if last else good))
     want = moe(*good)
     moe.check()
     assert everywhere(max(problem.errors(want, *good)) <= 2)
     # Later: nobody waits for the host. The rank refuses alone, and its next call meets the one in which its peers are.
     if last:
-        with pytest.raises(XStageError, match="x: 101 tokens"):
+        with pytest.raises(XStageError, match="x: 201 tokens"):
             moe(*bad)
     y = moe(*good)
     moe.check()
     assert everywhere(torch.equal(y, want))
     # For good: the peers' error says why.
     if last:
-        with pytest.raises(XStageError, match="x: 101 tokens"):
+        with pytest.raises(XStageError, match="x: 201 tokens"):
             moe(*bad)
     else:
         moe(*good)
-        with pytest.raises(PeerTimeout, match=who + "x: 101 tokens"):
+        with pytest.raises(PeerTimeout, match=who + "x: 201 tokens"):
             moe.check()
     settle()
     moe.close()
@@ -405,7 +432,7 @@ def refuse(options: argparse.Namespace) -> None:
 def dead(options: argparse.Namespace) -> None:
     from xstage.errors import PeerTimeout
 
-    problem = Problem(512, 256, 8, 2, 100)
+    problem = Problem(*SMALL)
     moe = problem.make(timeout_s=2)
     good = problem.tokens(RANK, 80, "even", 1)
     moe(*good)
@@ -440,7 +467,11 @@ def main() -> int:
     parser.add_argument("--shapes", type=int, default=60)
     parser.add_argument("--replays", type=int, default=5000)
     parser.add_argument("--report", action="store_true")
+    parser.add_argument("--prebuild", help="only compile the kernels into this folder, for two ranks, without a GPU")
     options = parser.parse_args()
+    if options.prebuild:
+        prebuild(options.prebuild, 2)
+        return 0
     torch.cuda.set_device(RANK)
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     dist.init_process_group("nccl", device_id=torch.device("cuda", RANK))

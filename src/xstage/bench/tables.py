@@ -334,6 +334,60 @@ def _moe_table(results: Path) -> str:
     return grid(head, rows) + "\n\n" + said
 
 
+def _moe_summary_table(results: Path) -> str:
+    path = results / "h200x2" / "moe-layer.json"
+    rows = []
+    for r in _read(path)["rows"]:
+        layer = {name: t["slowest_ns"] / 1e3 for name, t in r["groups"]["layer"].items()}
+        public = layer.get("deep_gemm_mega")
+        rows.append([
+            f"{r['shape']}, {r['share']:g}", f"{r['derived']['compute_ns'] / 1e3:,.0f}",
+            f"{layer['serial']:,.0f}", f"{layer['interleaved']:,.0f}",
+            "–" if public is None else f"{public:,.0f}", "–" if public is None else f"{public / layer['interleaved']:.2f}×",
+        ])  # fmt: skip
+    head = ["model, share of remote picks", "its two GEMMs, µs", "step by step", "one kernel", "public fused kernel", "over it"]
+    return grid(head, rows) + "\n\nTwo H200s, 8,192 tokens each; public: `sgl-deep-gemm` 0.1.5; `results/h200x2/moe-layer.json`."
+
+
+def _moe_gemm_table(results: Path) -> str:
+    rows = []
+    for r in _read(results / "h200" / "grouped-gemm.json")["rows"]:
+        t = r["tflops"]
+        cells = [
+            f"{t[ours]:,.0f} / {t[theirs]:,.0f}" for ours, theirs in (("linear1", "deep_gemm_linear1"), ("linear2", "deep_gemm_linear2"))
+        ]
+        rows.append([r["shape"], f"{r['experts']}, {r['rows']:,}", *cells, f"{r['derived']['over_deep_gemm']:.3f}"])
+    head = ["model", "experts, rows", "Linear-1: ours / DeepGEMM", "Linear-2", "time over DeepGEMM's"]
+    return grid(head, rows) + "\n\nTFLOP/s, padded rows, one H200; `results/h200/grouped-gemm.json`."
+
+
+def _moe_model_table(results: Path) -> str:
+    """Stall per Linear-2 tile by the two bounds, from the platform file and the local times, beside what remote rows cost."""
+    platform = load_platform("h200-nvlink4", samples=False)
+    method, sms = platform.method("st_global"), platform.sms
+    rate, capacity = float(method.drain_rate(sms)), float(method.capacity_bytes(sms))
+    rows = []
+    for r in _read(results / "h200x2" / "moe-layer.json")["rows"]:
+        ns = {name: t["slowest_ns"] for name, t in r["groups"]["gemm"].items()}
+        tiles1, tiles2 = (max(r["rows"]) / 128 * columns / 256 / sms for columns in (2 * r["intermediate"], r["hidden"]))
+        alone1, alone2 = ns["swiglu"] / tiles1, ns["rows_local"] / tiles2
+        burst = sms * 128 * 256 * 2 * r["share"]
+        gaps = {"rows": alone2, "both_interleaved": alone2 + tiles1 / tiles2 * alone1}
+        cells = []
+        for name, gap in gaps.items():
+            measured = (ns[name] - ns[f"{name}_local"]) / tiles2
+            cells.append(f"{max(0.0, burst / rate - gap) / 1e3:.1f}")
+            cells.append(f"{measured / 1e3:.1f}")
+        aligned = max(0.0, burst - capacity) / rate
+        rows.append([
+            f"{r['shape']}, {r['share']:g}", f"{alone1 / 1e3:.1f}, {alone2 / 1e3:.1f}",
+            f"{burst / 2**20:.1f} MiB, {burst / rate / 1e3:.1f}", f"{aligned / 1e3:.1f}", *cells,
+        ])  # fmt: skip
+    head = ["model, f", "time of a tile: Linear-1, Linear-2", "burst V, V/R", "(V − Q)/R if aligned", "one after the other: V/R − G",
+            "measured", "interleaved: V/R − G", "measured"]  # fmt: skip
+    return grid(head, rows) + "\n\nµs; stalls per Linear-2 tile. Platform `h200-nvlink4`, nothing refitted."
+
+
 def _read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
@@ -354,5 +408,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "attention-models": _attention_models_table,
     "attention-designs": _attention_designs_table,
     "moe": _moe_table,
+    "moe-summary": _moe_summary_table,
+    "moe-gemm": _moe_gemm_table,
+    "moe-model": _moe_model_table,
     **SIMULATED,
 }

@@ -17,7 +17,6 @@ Not covered: meetings of some of the ranks, and calls of one object that overlap
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -26,6 +25,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from xstage.device import signals
+from xstage.device.kept import kept
 
 # Words of the control block (local memory, int64), made by the host.
 GENERATION, FAILED, CONTROL_WORDS = 0, 1, 2
@@ -125,7 +125,7 @@ class Meeting:
                 control[GENERATION] = Int64(protocol.generation())
 
 
-@cache
+@kept
 def compiled_meeting(world: int, kind: int, last: bool, ahead: bool = False) -> Any:
     """A meeting of `world` ranks; call it with (control, call, words), it runs on torch's current stream."""
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -30,7 +30,7 @@ def layout(ranks: int, num_experts: int, hidden: int, intermediate: int, top_k: 
     return made
 
 
-def check_options(schedule: str, lead_rows: int | None, clamp: float | None, dtype: torch.dtype, fallback: str) -> None:
+def check_options(schedule: str, lead_rows: int | None, clamp: float | None, dtype: torch.dtype | None, fallback: str) -> None:
     """Refuse options that are no numbers of the layout.
 
     Raises:
@@ -43,7 +43,7 @@ def check_options(schedule: str, lead_rows: int | None, clamp: float | None, dty
         raise XStageError(f"lead_rows: {lead_rows!r} must be a whole number of at least 1, or None")
     if clamp is not None and not 0 < clamp < math.inf:
         raise XStageError(f"clamp: {clamp} must be positive and finite, or None")
-    if dtype != torch.bfloat16:
+    if dtype not in (None, torch.bfloat16):
         raise XStageError(f"dtype: {dtype} must be bfloat16")
 
 

@@ -121,6 +121,33 @@ def scratch_bytes(layout: BufferLayout, intermediate: int, fused: bool = False) 
     return sum(ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in scratch_shapes(layout, intermediate, fused).values())
 
 
+def kernels(
+    layout: BufferLayout, intermediate: int, order: WorkOrder | None, wide: bool, quantized: bool
+) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """What `dispatch` and `combine` compile, with the arguments. wide: picks are int64. quantized: rows come in e4m3."""
+    from xstage.device.meeting import compiled_meeting
+    from xstage.moe import exchange_sm90, plan_sm90
+
+    made: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+        (plan_sm90.compiled_count, (layout.experts, layout.top_k, wide)),
+        (plan_sm90.compiled_plan, _plan_options(layout, intermediate, order)),
+    ]
+    if layout.direct:
+        made.append((exchange_sm90.compiled_stage, (layout, wide, quantized)))
+    else:
+        made += [
+            (exchange_sm90.compiled_dispatch, (layout, wide, quantized)), (compiled_meeting, (layout.ranks, DISPATCHED, False)),
+            (exchange_sm90.compiled_arrange, (layout,)),
+        ]  # fmt: skip
+    return [*made, (compiled_meeting, (layout.ranks, COMBINED, True)), (exchange_sm90.compiled_reduce, (layout, wide))]
+
+
+def _plan_options(layout: BufferLayout, intermediate: int, order: WorkOrder | None) -> tuple[Any, ...]:
+    columns = (2 * intermediate // TILE_COLUMNS, layout.hidden // TILE_COLUMNS)
+    counts = layout.region("counts")
+    return layout.ranks, layout.experts, (counts.offset_bytes, counts.row_bytes), *columns, order
+
+
 class Exchange:
     """Owns the buffer, the signal words and the scratch memory of one layer's exchange. Every rank makes it together.
 
@@ -200,20 +227,8 @@ class Exchange:
 
     def prepare(self, index_dtype: torch.dtype, row_dtype: torch.dtype) -> None:
         """Compile the kernels for picks and rows of these dtypes; a few seconds the first time in a process."""
-        from xstage.device.meeting import compiled_meeting
-        from xstage.moe import exchange_sm90, plan_sm90
-
-        wide, layout = index_dtype == torch.int64, self.layout
-        plan_sm90.compiled_count(layout.experts, layout.top_k, wide)
-        plan_sm90.compiled_plan(*self._plan_options())
-        if layout.direct:
-            exchange_sm90.compiled_stage(layout, wide, _ROWS[row_dtype])
-        else:
-            exchange_sm90.compiled_dispatch(layout, wide, _ROWS[row_dtype])
-            exchange_sm90.compiled_arrange(layout)
-            compiled_meeting(self.world, DISPATCHED, False)
-        exchange_sm90.compiled_reduce(layout, wide)
-        compiled_meeting(self.world, COMBINED, True)
+        for compiled, arguments in kernels(self.layout, self.intermediate, self.order, index_dtype == torch.int64, _ROWS[row_dtype]):
+            compiled(*arguments)
 
     def dispatch(self, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> None:
         """Send every row to the experts that were picked for it, and wait on the stream for the peers' rows. Then come the GEMMs.
@@ -269,12 +284,6 @@ class Exchange:
 
     # ---- what is launched
 
-    def _plan_options(self) -> tuple[Any, ...]:
-        layout = self.layout
-        columns = (2 * self.intermediate // TILE_COLUMNS, layout.hidden // TILE_COLUMNS)
-        counts = layout.region("counts")
-        return layout.ranks, layout.experts, (counts.offset_bytes, counts.row_bytes), *columns, self.order
-
     def _dispatch_steps(
         self, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor
     ) -> list[tuple[str, Callable[[], Any]]]:
@@ -284,7 +293,7 @@ class Exchange:
 
         layout, tokens, wide = self.layout, len(x), topk_idx.dtype == torch.int64
         count = plan_sm90.compiled_count(layout.experts, layout.top_k, wide)
-        plan = plan_sm90.compiled_plan(*self._plan_options())
+        plan = plan_sm90.compiled_plan(*_plan_options(layout, self.intermediate, self.order))
         words = (self.control, self.call, self._signals)
         tiles = (self.tile_expert, self.tile_end, self.expert_counts, self.totals, self.work1, self.work2)
         unused = self._zeros

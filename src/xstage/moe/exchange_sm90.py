@@ -16,7 +16,6 @@ Not covered: rows of other precision than e4m3, one copy of a row for several pi
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -26,6 +25,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from xstage.device.floats import as_float, bf16_pair, e4m3_scale, e4m3x4, finite_magnitude, finite_or_nan, pack_bf16
+from xstage.device.kept import kept
 from xstage.device.loads import load_4, load_16, load_16_once
 from xstage.device.meeting import FAILED, PEERS, RANK, fake_words
 from xstage.device.stores import store_4, store_16
@@ -325,14 +325,14 @@ def _stream() -> Any:
     return cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
 
 
-@cache
+@kept
 def compiled_dispatch(layout: BufferLayout, wide: bool, quantized: bool) -> Any:
     """`Dispatch`; call it with the arguments of `Dispatch.__call__`, without the stream."""
     kernel = Dispatch(layout, wide, quantized)
     return cute.compile(kernel, *[Int64(0)] * 4, Int32(0), *fake_int32(3), *fake_words(2), _stream(), options="--enable-tvm-ffi")
 
 
-@cache
+@kept
 def compiled_stage(layout: BufferLayout, wide: bool, quantized: bool) -> Any:
     """`Stage`; call it with the arguments of `Stage.__call__`, without the stream."""
     kernel = Stage(layout, wide, quantized)
@@ -341,7 +341,7 @@ def compiled_stage(layout: BufferLayout, wide: bool, quantized: bool) -> Any:
     )  # fmt: skip
 
 
-@cache
+@kept
 def compiled_arrange(layout: BufferLayout) -> Any:
     """`Arrange`; call it with the arguments of `Arrange.__call__`, without the stream."""
     scales = cute.runtime.make_fake_tensor(Float32, (layout.hidden // _BLOCK, layout.rows), stride=(layout.rows, 1), assumed_align=16)
@@ -351,7 +351,7 @@ def compiled_arrange(layout: BufferLayout) -> Any:
     )  # fmt: skip
 
 
-@cache
+@kept
 def compiled_reduce(layout: BufferLayout, wide: bool) -> Any:
     """`Reduce`; call it with the arguments of `Reduce.__call__`, without the stream."""
     return cute.compile(Reduce(layout, wide), *[Int64(0)] * 3, Int32(0), Int64(0), *fake_words(1), _stream(), options="--enable-tvm-ffi")

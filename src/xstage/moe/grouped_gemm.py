@@ -6,6 +6,7 @@ and epilogues: `gemm_sm90.py`, `epilogues.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from cutlass import Float32, Int32, Int64, Uint8
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from xstage.device.kept import kept
 from xstage.errors import XStageError
 from xstage.moe import epilogues
 from xstage.moe.gemm_sm90 import CLUSTER, TILE_K, GroupedGemm
@@ -43,7 +45,7 @@ def swiglu(
     Raises:
         XStageError: sizes that the kernel cannot take.
     """
-    kernel = _compiled("swiglu", _unroll(a), clamp)
+    kernel = compiled_gemm("swiglu", _unroll(a.shape[1]), clamp)
     outputs = (middle, middle_scales, row_weight)
     _launch(kernel, a, a_scales, weight, weight_scales.flatten(2), tile_expert, work, totals, outputs)
 
@@ -56,7 +58,7 @@ def rows(
 
     weight: uint8 [experts, hidden, intermediate]. weight_scales: float32 [experts, intermediate / 128, hidden / 128].
     """
-    _launch(_compiled("rows", _unroll(a)), a, a_scales, weight, weight_scales, tile_expert, work, totals, row_slot)
+    _launch(compiled_gemm("rows", _unroll(a.shape[1])), a, a_scales, weight, weight_scales, tile_expert, work, totals, row_slot)
 
 
 def plain(
@@ -64,7 +66,7 @@ def plain(
     work: torch.Tensor, totals: torch.Tensor, out: torch.Tensor, which: int = LINEAR1,
 ) -> None:  # fmt: skip
     """The product alone: out bf16 [rows, N]. which: the entry of `totals` that counts the work. Else like `rows`."""
-    _launch(_compiled("plain", _unroll(a), which), a, a_scales, weight, weight_scales, tile_expert, work, totals, out)
+    _launch(compiled_gemm("plain", _unroll(a.shape[1]), which), a, a_scales, weight, weight_scales, tile_expert, work, totals, out)
 
 
 def both(
@@ -80,7 +82,7 @@ def both(
     also sends this rank's rows, and `ready` goes on with (tile_end, arrived, addresses for `send_sm90.Sender.run`).
     """
     (experts, n1, k1), (_, n2, k2) = weight1.shape, weight2.shape
-    kernel = _compiled("both", min(_unroll(a), _unroll(middle)), clamp, layout)
+    kernel = compiled_gemm("both", min(_unroll(a.shape[1]), _unroll(middle.shape[1])), clamp, layout)
     layers = (
         (a, weight1.view(experts * n1, k1), a_scales, weight1_scales.flatten(2)),
         (middle, weight2.view(experts * n2, k2), middle_scales, weight2_scales),
@@ -89,12 +91,22 @@ def both(
     kernel(layers, outputs, tile_expert, work, totals, ready, (n1, n2), _ctas(a.device.index))
 
 
-def _unroll(a: torch.Tensor) -> int:
+def kernels(
+    hidden: int, intermediate: int, clamp: float | None, layout: BufferLayout | None
+) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """What a layer's calls compile, with the arguments. layout: of the kernel that sends rows too; None: one GEMM after the other."""
+    first, second = _unroll(hidden), _unroll(intermediate)
+    if layout is not None:
+        return [(compiled_gemm, ("both", min(first, second), clamp, layout))]
+    return [(compiled_gemm, ("swiglu", first, clamp)), (compiled_gemm, ("rows", second))]
+
+
+def _unroll(depth: int) -> int:
     """Stages of a round: K is a whole number of rounds."""
     for unroll in (4, 2):
-        if a.shape[1] % (TILE_K * unroll) == 0:
+        if depth % (TILE_K * unroll) == 0:
             return unroll
-    raise XStageError(f"a: K is {a.shape[1]}; it must be a multiple of {2 * TILE_K}")
+    raise XStageError(f"a: K is {depth}; it must be a multiple of {2 * TILE_K}")
 
 
 def _launch(
@@ -114,8 +126,8 @@ def _ctas(device: int) -> int:
     return int(sms // CLUSTER * CLUSTER)
 
 
-@cache
-def _compiled(kind: str, unroll: int, option: Any = None, layout: BufferLayout | None = None) -> Any:
+@kept
+def compiled_gemm(kind: str, unroll: int, option: Any = None, layout: BufferLayout | None = None) -> Any:
     """Compiled once per process (about 3 s). option: the clamp of `swiglu`, which table of `plain`. layout: rows are sent too."""
     rows, columns1, columns2 = cute.sym_int(divisibility=128), cute.sym_int(divisibility=4), cute.sym_int(divisibility=4)
 

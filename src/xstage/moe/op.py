@@ -4,8 +4,8 @@
         moe.load_weights(w1, w2)                    # of this rank's experts
         y = moe(x, topk_idx, topk_weights)          # [tokens, hidden] in bfloat16
 
-What it runs on: `fused`, or `serial` if the schedule says so (Hopper GPUs that reach each other's memory: `serial.SerialPipeline`),
-`torch` (other GPUs: `serial.TorchPipeline`), `reference` (CPU tensors, gloo). All ranks decide together, once, when the object is made;
+What it runs on: `fused`, or `serial` if the schedule says so (Hopper GPUs that reach each other's memory: `pipeline.KernelPipeline`),
+`torch` (other GPUs: `pipeline.TorchPipeline`), `reference` (CPU tensors, gloo). All ranks decide together, once, when the object is made;
 `torch` on GPUs is said once as a warning, or refused with `fallback="error"`.
 
 Tokens may differ between ranks and from call to call, and be none; a rank without tokens must call too, because its experts may have work.
@@ -38,7 +38,7 @@ import torch.distributed as dist
 from xstage.errors import PeerTimeout, UnsuitableMachine, XStageError
 from xstage.moe import arguments, quantize, reference, routing
 from xstage.moe.layout import BufferLayout
-from xstage.moe.serial import SerialPipeline, TorchPipeline
+from xstage.moe.pipeline import KernelPipeline, TorchPipeline
 from xstage.moe.weights import Weights
 from xstage.moe.work_table import TILE_COLUMNS, WorkOrder
 from xstage.symmetric import Agreement, Refusals, default_device, next_number, ranks_of
@@ -130,7 +130,7 @@ class MegaMoE:
         self.reason, self._closed, self._met = "", False, False
         self._warm: set[tuple[torch.dtype, ...]] = set()  # dtypes whose kernels are compiled
         self._weights = Weights(here, hidden, intermediate, self.device)
-        self._serial: SerialPipeline | None = None
+        self._kernels: KernelPipeline | None = None
         self.mode = self._choose_mode(fallback)
         self._torch = TorchPipeline(self.layout, clamp=clamp, group=group, refused=self._refusals.raise_for)
         self._handle = next(_ids)
@@ -150,7 +150,7 @@ class MegaMoE:
         layout = arguments.layout(ranks, num_experts, hidden, intermediate, top_k, max_tokens_per_rank)
         weights = Weights.size_bytes(layout.experts_per_rank, hidden, intermediate)
         symmetric = 0 if mode == "torch" else replace(layout, direct=mode == "fused").size_bytes
-        local = SerialPipeline.local_bytes(layout, intermediate, mode == "fused") if mode in ("fused", "serial") else 0
+        local = KernelPipeline.local_bytes(layout, intermediate, mode == "fused") if mode in ("fused", "serial") else 0
         return MoEBytes(symmetric, local, weights)
 
     @property
@@ -225,9 +225,9 @@ class MegaMoE:
         Raises:
             PeerTimeout: naming rank, phase and tag, and the reason if a peer refused its arguments.
         """
-        if self._serial is not None:
+        if self._kernels is not None:
             try:
-                self._serial.check()
+                self._kernels.check()
             except PeerTimeout as error:
                 raise self._explained(error) from error
         elif self.device.type == "cuda":
@@ -240,9 +240,9 @@ class MegaMoE:
         self._closed = True
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        if self._serial is not None:
-            self._serial.free()
-        self._serial = None
+        if self._kernels is not None:
+            self._kernels.free()
+        self._kernels = None
         del self._weights
 
     def __enter__(self) -> MegaMoE:
@@ -258,14 +258,14 @@ class MegaMoE:
             return "reference"
         host = socket.gethostname()
         hosts = sorted(set(self._agreement.reach("host", host)))
-        why = _why_not_serial(self.device, self.layout, self.intermediate)
+        why = _why_not_kernels(self.device, self.layout, self.intermediate)
         if not why and len(hosts) > 1:
             why = f"ranks are on different hosts ({', '.join(hosts)})"
         reasons = self._agreement.reach("ability", why)
         if not any(reasons):
             # Making it is a meeting of all ranks, so a rank that knows that it cannot must have said so before.
             try:
-                self._serial = SerialPipeline(
+                self._kernels = KernelPipeline(
                     self.layout, self._weights, clamp=self.clamp, group=self.group, device=self.device, timeout_s=self.timeout_s,
                     tag=self.tag, order=self._order(),
                 )  # fmt: skip
@@ -275,9 +275,9 @@ class MegaMoE:
         bad = [(ranks_of(self.group)[rank], reason) for rank, reason in enumerate(reasons) if reason]
         if not bad:
             return "serial" if self.schedule == "serial" else "fused"
-        if self._serial is not None:
-            self._serial.free()
-            self._serial = None
+        if self._kernels is not None:
+            self._kernels.free()
+            self._kernels = None
         self.reason = f"rank {bad[0][0]}: {bad[0][1]}"
         if fallback == "error":
             raise UnsuitableMachine(f"MegaMoE cannot run its kernels ({self.reason})")
@@ -319,16 +319,16 @@ class MegaMoE:
     def _on_gpu(
         self, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
-        if self._serial is None:
+        if self._kernels is None:
             if x_scales is not None:
                 x = quantize.dequantize_activations(x, x_scales).bfloat16()
             return self._torch.run(x, topk_idx, topk_weights, self._weights.linear1, self._weights.linear2, out)
         scales = None if x_scales is None else _aligned(x_scales)
         try:
-            self._serial.run(_aligned(x), scales, topk_idx, topk_weights.float(), out)
+            self._kernels.run(_aligned(x), scales, topk_idx, topk_weights.float(), out)
         except PeerTimeout as error:
             raise self._explained(error) from error
-        counts: torch.Tensor = self._serial.exchange.expert_counts
+        counts: torch.Tensor = self._kernels.exchange.expert_counts
         return counts
 
     def _reference(
@@ -362,7 +362,7 @@ class MegaMoE:
 
     def _refuse(self, error: XStageError | None) -> None:
         """Raise if this rank, or as far as the host may know it any rank, has bad arguments."""
-        if self.mode == "reference" or (self._serial is not None and not self._met):
+        if self.mode == "reference" or (self._kernels is not None and not self._met):
             self._together("moe", error)
             self._met = True
         elif error is not None:
@@ -401,7 +401,7 @@ def _(
     return x.new_empty(x.shape, dtype=torch.bfloat16), topk_idx.new_empty(counts, dtype=torch.int32)
 
 
-def _why_not_serial(device: torch.device, layout: BufferLayout, intermediate: int) -> str:
+def _why_not_kernels(device: torch.device, layout: BufferLayout, intermediate: int) -> str:
     """Empty if this rank can run the kernels, else the reason."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         return f"{torch.cuda.get_device_name(device)} is not a Hopper GPU (sm_90)"

@@ -14,7 +14,6 @@ Not covered: more experts than `MAX_EXPERTS` (a CTA's threads), more picks per t
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -23,6 +22,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
+from xstage.device.kept import kept
 from xstage.device.loads import load_4, load_8
 from xstage.device.meeting import PEERS, RANK, Protocol, fake_words
 from xstage.device.stores import store_4, store_8, store_16
@@ -447,7 +447,7 @@ def fake_int32(count: int) -> list[Any]:
     return [cute.runtime.make_fake_tensor(Int32, (cute.sym_int(),), stride=(1,), assumed_align=16) for _ in range(count)]
 
 
-@cache
+@kept
 def compiled_count(experts: int, top_k: int, wide: bool) -> Any:
     """`Count`; call it with (address of topk_idx, tokens, chunk_counts, positions)."""
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
@@ -456,7 +456,7 @@ def compiled_count(experts: int, top_k: int, wide: bool) -> Any:
     )
 
 
-@cache
+@kept
 def compiled_plan(
     world: int, experts: int, counts: tuple[int, int], columns1: int, columns2: int, order: WorkOrder | None = None
 ) -> Any:  # fmt: skip

@@ -9,7 +9,7 @@ Each row is a model's shape, a number of tokens per rank, and a share f of remot
 * `layer`: `dispatch` and `combine` by themselves, the whole layer in a CUDA graph (`serial`), the same with x in e4m3 (`serial_e4m3`),
   and without a graph (`eager`), all with one GEMM after the other; and in a graph with both in one kernel, by the name of the order of
   tiles. By itself `dispatch` meets its peers only the first time, `combine` every time.
-* `torch`: plain torch and NCCL with weights in bf16, eager (`serial.TorchPipeline`); fewer rounds, for it may be slow.
+* `torch`: plain torch and NCCL with weights in bf16, eager (`pipeline.TorchPipeline`); fewer rounds, for it may be slow.
 
 The bound is compute (`linear1` + `linear2`) plus the bytes that leave the busiest rank over R of a platform file, plus `OVERHEAD_NS` for
 launches, meetings, plan and reduction: what a layer takes that overlaps nothing and wastes nothing else.
@@ -37,8 +37,8 @@ from xstage.bench import timing
 from xstage.errors import XStageError
 from xstage.moe import quantize
 from xstage.moe.op import MegaMoE
+from xstage.moe.pipeline import KernelPipeline, TorchPipeline
 from xstage.moe.reference import Linear
-from xstage.moe.serial import SerialPipeline, TorchPipeline
 from xstage.moe.shapes import MoEShape, shape
 from xstage.moe.work_table import ORDERS, TILE_COLUMNS, WorkOrder
 from xstage.platform import Platform, load_platform
@@ -62,14 +62,14 @@ class Layer:
 
     shape: MoEShape
     moe: MegaMoE
-    pipeline: SerialPipeline
+    pipeline: KernelPipeline
     x: torch.Tensor
     q: torch.Tensor
     scales: torch.Tensor
     idx: torch.Tensor
     weights: torch.Tensor
     out: torch.Tensor
-    orders: dict[str, SerialPipeline]
+    orders: dict[str, KernelPipeline]
     rows: int
     products: tuple[torch.Tensor, torch.Tensor]
 
@@ -272,22 +272,22 @@ def _load(moe: MegaMoE, model: MoEShape) -> None:
     moe.load_weights(made[0], made[2], w1_scales=made[1], w2_scales=made[3])
 
 
-def _pipeline(moe: MegaMoE, order: str) -> SerialPipeline:
+def _pipeline(moe: MegaMoE, order: str) -> KernelPipeline:
     columns = (2 * moe.intermediate // TILE_COLUMNS, moe.layout.hidden // TILE_COLUMNS)
     clusters = torch.cuda.get_device_properties(moe.device).multi_processor_count // 2
-    return SerialPipeline(
+    return KernelPipeline(
         moe.layout, moe._weights, clamp=moe.clamp, group=moe.group, device=moe.device, timeout_s=moe.timeout_s, tag=f"{moe.tag}/{order}",
         order=WorkOrder.of(order, *columns, lead_rows=None, instances=clusters),
     )  # fmt: skip
 
 
-def _layer(moe: MegaMoE, model: MoEShape, tokens: int, share: float, orders: dict[str, SerialPipeline]) -> Layer:
+def _layer(moe: MegaMoE, model: MoEShape, tokens: int, share: float, orders: dict[str, KernelPipeline]) -> Layer:
     generator = torch.Generator(device=moe.device).manual_seed(1 + moe.rank)
     idx = draw(tokens, model.experts, model.top_k, share, moe.rank, moe.world, generator)
     x = torch.randn(tokens, model.hidden, device=moe.device, generator=generator, dtype=torch.bfloat16)
     q, scales = quantize.quantize_activations(x)
     weights = torch.rand(tokens, model.top_k, device=moe.device, generator=generator) / model.top_k
-    assert moe._serial is not None
+    assert moe._kernels is not None
     moe(q, idx, weights, x_scales=scales)
     out = moe(x, idx, weights)
     moe.check()
@@ -297,11 +297,11 @@ def _layer(moe: MegaMoE, model: MoEShape, tokens: int, share: float, orders: dic
         pipeline.check()
         if not torch.equal(other, out):
             raise XStageError(f"orders: {name} and one GEMM after the other gave different bits on rank {moe.rank}")
-    rows = int(moe._serial.exchange.totals[3])
+    rows = int(moe._kernels.exchange.totals[3])
     products = tuple(
         torch.empty(moe.layout.rows, n, dtype=torch.bfloat16, device=moe.device) for n in (2 * model.intermediate, model.hidden)
     )
-    return Layer(model, moe, moe._serial, x, q, scales, idx, weights, out, orders, rows, (products[0], products[1]))
+    return Layer(model, moe, moe._kernels, x, q, scales, idx, weights, out, orders, rows, (products[0], products[1]))
 
 
 def _variants(layer: Layer) -> dict[str, dict[str, Callable[[], Any]]]:
@@ -330,7 +330,7 @@ def _variants(layer: Layer) -> dict[str, dict[str, Callable[[], Any]]]:
     }  # fmt: skip
 
 
-def _gemms(pipeline: SerialPipeline, slots: torch.Tensor) -> None:
+def _gemms(pipeline: KernelPipeline, slots: torch.Tensor) -> None:
     pipeline.exchange.ready.zero_()
     pipeline.gemms(slots)
 

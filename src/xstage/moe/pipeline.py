@@ -1,6 +1,6 @@
-"""A MoE layer as one step after another: what `MegaMoE` runs, and what it runs where the kernels cannot.
+"""A call of a MoE layer: the kernels that `MegaMoE` launches, and what it runs where they cannot.
 
-* `SerialPipeline`: dispatch by stores into the peers' buffers, two grouped GEMMs, the second of which stores its rows into the peers'
+* `KernelPipeline`: dispatch by stores into the peers' buffers, two grouped GEMMs, the second of which stores its rows into the peers'
   buffers, and the sum over picks. The host never waits, and no size depends on the routing: legal in CUDA graphs. With an order dispatch
   and both GEMMs are one persistent kernel: it computes on the rows that have arrived, and Linear-1 tiles stand between the stores of
   Linear-2 and give them time to drain.
@@ -25,8 +25,8 @@ from xstage.moe.weights import Weights
 from xstage.moe.work_table import WorkOrder
 
 
-class SerialPipeline:
-    """Four steps on the current stream of one Hopper GPU, in lockstep with its peers.
+class KernelPipeline:
+    """Dispatch, GEMMs and combine on the current stream of one Hopper GPU, in step with its peers.
 
     Args:
         order: of both GEMMs in one kernel; None: one after the other.
