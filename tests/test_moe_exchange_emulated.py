@@ -44,11 +44,12 @@ class Case:
     order: str | None
     hidden: int = 512
     intermediate: int = 256
+    pull: bool = False
 
     @property
     def layout(self) -> BufferLayout:
         return BufferLayout(
-            len(self.tokens), self.experts, self.hidden, self.top_k, max(*self.tokens, 1), direct=self.order is not None
+            len(self.tokens), self.experts, self.hidden, self.top_k, max(*self.tokens, 1), direct=self.order is not None, pull=self.pull
         )  # fmt: skip
 
     @property
@@ -57,7 +58,7 @@ class Case:
 
     def __str__(self) -> str:
         dtypes = f"{'int64' if self.wide else 'int32'}-{'e4m3' if self.quantized else 'bf16'}"
-        return f"{self.order or 'steps'}-{self.picks}-{dtypes}-{'.'.join(map(str, self.tokens))}"
+        return f"{self.order or ('pull' if self.pull else 'steps')}-{self.picks}-{dtypes}-{'.'.join(map(str, self.tokens))}"
 
 
 class Array:
@@ -148,7 +149,7 @@ class Rank:
         tokens, layout = len(self.given), self.machine.case.layout
         ctas = {
             "count": -(-tokens // CHUNK_TOKENS), "dispatch": -(-tokens // 8), "stage": -(-tokens // 8), "arrange": layout.rows // TILE_ROWS,
-            "reduce": -(-tokens * layout.hidden // 8 // 256),
+            "fetch": layout.rows // 8, "reduce": -(-tokens * layout.hidden // 8 // 256),
         }  # fmt: skip
         addresses = [argument.address if isinstance(argument, Array) else argument for argument in arguments]
         return Grid(kernel, max(ctas.get(name, 1), 1), addresses, self.machine.memory, seed=self.machine.next_seed())
@@ -292,6 +293,8 @@ CASES = [
             Case((40, 33), 6, 3, "outside", True, False, other),
         )
     ),
+    Case((13, 20), 6, 2, "any", True, False, None, pull=True),
+    Case((3, 30, 17), 6, 3, "outside", True, True, None, hidden=1536, pull=True),
     Case((50, 20), 10, 5, "any", False, True, "alternating", intermediate=768),
 ]  # fmt: skip
 

@@ -76,14 +76,16 @@ def settle() -> None:
     torch.cuda.synchronize()
 
 
-def make(experts: int, hidden: int, top_k: int, tokens: int, intermediate: int, timeout_s: float = 30.0, tag: str = "") -> Any:
+def make(
+    experts: int, hidden: int, top_k: int, tokens: int, intermediate: int, timeout_s: float = 30.0, tag: str = "", pull: bool = False
+) -> Any:
     from xstage.moe.exchange import Exchange
     from xstage.moe.layout import BufferLayout
 
-    layout = BufferLayout(WORLD, experts, hidden, top_k, tokens)
+    layout = BufferLayout(WORLD, experts, hidden, top_k, tokens, pull=pull)
     group = dist.group.WORLD
     assert group is not None
-    tag = tag or f"test/{experts}/{hidden}/{top_k}/{tokens}"
+    tag = tag or f"test/{experts}/{hidden}/{top_k}/{tokens}/{pull}"
     return Exchange(layout, intermediate=intermediate, group=group, device=torch.device("cuda", RANK), timeout_s=timeout_s, tag=tag)
 
 
@@ -188,8 +190,9 @@ def random_cases(options: argparse.Namespace) -> None:
         (16, 4096, 6, 200, 256, False),
     ]  # fmt: skip
     done, begun = 0, time.time()
-    for per_rank, hidden, top_k, most, intermediate, wide in configurations:
-        exchange = make(per_rank * WORLD, hidden, top_k, most, intermediate)
+    runs = [(configuration, False) for configuration in configurations] + [(configuration, True) for configuration in configurations[:2]]
+    for (per_rank, hidden, top_k, most, intermediate, wide), pull in runs:
+        exchange = make(per_rank * WORLD, hidden, top_k, most, intermediate, pull=pull)
         layout, signals = exchange.layout, exchange.layout.region("counts").offset_bytes
         for number in range(-(-options.cases // len(configurations))):
             kind, quantized = KINDS[number % len(KINDS)], number % 2 == 1

@@ -23,6 +23,9 @@ needs of a row comes with it. The arguments are: peers send rows of g + 1 after 
 after everything of g, and after its count had cleared `arrived` and `row_slot`; a peer's Linear-2 of g + 1 stores only results of rows
 that this rank sent in g + 1, after its reduce of g.
 
+With `layout.pull`, for measurement, `dispatch` sends sources only, and a `fetch` behind the meeting reads the rows from the ranks they come
+from. A rank overwrites its staged rows in g + 1 after it passed `combined` of g, which every peer published after its fetch of g.
+
 So calls of an object must be ordered on each rank, and come in the same order on every rank. A wait that gives up says so at `check` or at
 the next call, and nothing is stored from then on: an object that failed is not used again.
 
@@ -139,6 +142,8 @@ def kernels(
             (exchange_sm90.compiled_dispatch, (layout, wide, quantized)), (compiled_meeting, (layout.ranks, DISPATCHED, False)),
             (exchange_sm90.compiled_arrange, (layout,)),
         ]  # fmt: skip
+        if layout.pull:
+            made.append((exchange_sm90.compiled_fetch, (layout,)))
     return [*made, (compiled_meeting, (layout.ranks, COMBINED, True)), (exchange_sm90.compiled_reduce, (layout, wide))]
 
 
@@ -316,10 +321,16 @@ class Exchange:
             send = exchange_sm90.compiled_dispatch(layout, wide, _ROWS[x.dtype])
             arrange = exchange_sm90.compiled_arrange(layout)
             meeting = compiled_meeting(self.world, DISPATCHED, False)
+            fetching: list[tuple[str, Callable[[], Any]]] = []
+            if layout.pull:
+                fetch = exchange_sm90.compiled_fetch(layout)
+                here = self._buffer.addresses[self.rank]
+                fetching = [("fetch", lambda: fetch(here, self.tile_end, self.totals, self.control, self.call))]
             given = (x.data_ptr(), 0 if x_scales is None else x_scales.data_ptr(), topk_idx.data_ptr(), topk_weights.data_ptr(), tokens)
             moves = [
                 ("dispatch", lambda: send(*given, self._chunk_bases, self._positions, self.first, self.control, self.call)),
                 ("dispatched", lambda: meeting(*words)),
+                *fetching,
                 ("arrange", lambda: arrange(
                     self._buffer.addresses[self.rank], self.tile_end, self.totals, self.scales, self.row_weight, self.row_slot,
                     self.control, self.call,

@@ -3,6 +3,8 @@
 * `Dispatch`, one token per warp: 16-byte pieces of the row go straight to the row of every pick, local or remote, 512 contiguous bytes a
   warp and store. Columns run outermost, picks inside, so a row is read and quantised once. A token's picks lie on several ranks and
   every SM works on many tokens: remote stores spread evenly over the kernel, which is as long as the link needs.
+* `Fetch`, with `layout.pull`: then `Dispatch` puts each row once into this rank's own buffer and sends sources only, and after the
+  meeting a warp per arrived row reads it from its source rank.
 * `Arrange`, one CTA per tile that has arrived: scales from row-major, as they travel, to m-major, as the GEMM reads them; a row's routing
   weight, and the address of the slot where its result goes.
 * `Reduce`: a token's slots, added in order of picks in float32. A thread adds one 16-byte piece, its loads go out ahead of the sums; the
@@ -35,6 +37,7 @@ from xstage.moe.work_table import TILE_ROWS
 
 WARP_COLUMNS = 512  # columns that a warp moves at a time: 16 e4m3 bytes a lane
 _BLOCK = 128  # columns of one scale
+_FLIGHT = 8  # pieces of a row that a lane has under way
 
 
 class _Kernel:
@@ -61,7 +64,8 @@ class Dispatch(_Kernel):
 
     def __init__(self, layout: BufferLayout, wide: bool, quantized: bool):
         super().__init__(layout)
-        self.wide, self.quantized = wide, quantized
+        self.wide, self.quantized, self.pull = wide, quantized, layout.pull
+        self.targets = 1 if self.pull else self.top_k  # places that a row is stored to
 
     @cute.jit
     def __call__(
@@ -118,6 +122,11 @@ class Dispatch(_Kernel):
                 weight = load_4(topk_weights + Int64(pair) * 4)
                 store_16(buffer + self.offset["sources"] + row * 16, Int32(call[RANK]), token, lane, weight)
             rows[lane], scale_rows[lane] = row_at, scales_at
+        if const_expr(self.pull):
+            if lane == 0:
+                mine = call[PEERS + Int32(call[RANK])]
+                rows[0] = mine + self.offset["staged"] + Int64(token) * self.hidden
+                scale_rows[0] = mine + self.offset["staged_scales"] + Int64(token) * (self.scales * 4)
         cute.arch.sync_warp()
 
         for block in cutlass.range(self.hidden // WARP_COLUMNS, unroll=1):
@@ -130,16 +139,16 @@ class Dispatch(_Kernel):
                 piece, scale = self.quantize([bits for word in (*low, *high) for bits in bf16_pair(word)])
                 if lane % 8 == 0:
                     scales[block * 4 + lane // 8] = scale
-            for pick in cutlass.range_constexpr(self.top_k):
+            for pick in cutlass.range_constexpr(self.targets):
                 row_at = rows[pick]
                 if row_at != 0:
                     store_16(row_at + column, *piece)
         cute.arch.sync_warp()
 
         pieces = self.scales // 4
-        for i in cutlass.range_constexpr(-(-self.top_k * pieces // 32)):
+        for i in cutlass.range_constexpr(-(-self.targets * pieces // 32)):
             index = i * 32 + lane
-            if index < self.top_k * pieces:
+            if index < self.targets * pieces:
                 scales_at, piece_index = scale_rows[index // pieces], index % pieces
                 if scales_at != 0:
                     if const_expr(self.quantized):
@@ -158,6 +167,43 @@ class Dispatch(_Kernel):
         scale = e4m3_scale(largest)
         values = [finite_or_nan(value) for value in values]
         return [e4m3x4(values[i : i + 4], scale) for i in range(0, 16, 4)], scale
+
+
+class Fetch(_Kernel):
+    """One warp per row that the buffer can hold."""
+
+    @cute.jit
+    def __call__(
+        self, buffer: Int64, tile_end: cute.Tensor, totals: cute.Tensor, control: cute.Tensor, call: cute.Tensor, stream: cuda.CUstream
+    ) -> None:
+        """Launch. Args: see `Arrange`."""
+        self.kernel(buffer, tile_end, totals, control, call).launch(
+            grid=(tile_end.shape[0] * (TILE_ROWS // (self.threads // 32)), 1, 1), block=[self.threads, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, buffer: Int64, tile_end: cute.Tensor, totals: cute.Tensor, control: cute.Tensor, call: cute.Tensor):
+        row = cute.arch.block_idx()[0] * (self.threads // 32) + cute.arch.thread_idx()[0] // 32
+        tile = row // TILE_ROWS
+        if (control[FAILED] == 0) & (tile < totals[TILES]):
+            if row < tile_end[tile]:
+                self.row(row, cute.arch.lane_idx(), buffer, call)
+
+    @cute.jit
+    def row(self, row: Int32, lane: Int32, buffer: Int64, call: cute.Tensor) -> None:
+        rank, token, _, _ = load_16(buffer + self.offset["sources"] + Int64(row) * 16)
+        source = call[PEERS + rank]
+        scale = Int64(lane * 16)
+        if lane < self.scales // 4:
+            at = buffer + self.offset["activation_scales"] + Int64(row) * (self.scales * 4)
+            store_16(at + scale, *load_16_once(source + self.offset["staged_scales"] + Int64(token) * (self.scales * 4) + scale))
+        here = source + self.offset["staged"] + Int64(token) * self.hidden + lane * 16
+        there = buffer + self.offset["activations"] + Int64(row) * self.hidden + lane * 16
+        for column in cutlass.range(0, self.hidden, WARP_COLUMNS * _FLIGHT, unroll=1):
+            pieces = [load_16_once(here + cutlass.min(column + WARP_COLUMNS * i, self.hidden - WARP_COLUMNS)) for i in range(_FLIGHT)]
+            for i in cutlass.range_constexpr(_FLIGHT):
+                if column + WARP_COLUMNS * i < self.hidden:
+                    store_16(there + column + WARP_COLUMNS * i, *pieces[i])
 
 
 class Stage(Dispatch):
@@ -330,6 +376,12 @@ def compiled_dispatch(layout: BufferLayout, wide: bool, quantized: bool) -> Any:
     """`Dispatch`; call it with the arguments of `Dispatch.__call__`, without the stream."""
     kernel = Dispatch(layout, wide, quantized)
     return cute.compile(kernel, *[Int64(0)] * 4, Int32(0), *fake_int32(3), *fake_words(2), _stream(), options="--enable-tvm-ffi")
+
+
+@kept
+def compiled_fetch(layout: BufferLayout) -> Any:
+    """`Fetch`; call it with the arguments of `Fetch.__call__`, without the stream."""
+    return cute.compile(Fetch(layout), Int64(0), *fake_int32(2), *fake_words(2), _stream(), options="--enable-tvm-ffi")
 
 
 @kept

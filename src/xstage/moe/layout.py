@@ -14,6 +14,7 @@ Regions, in order; each starts at a multiple of 128 bytes, each row at a multipl
 * Instead of the last three, where rows arrive ready for the GEMMs (`direct`): `arrived`, int32 per tile: rows that have come;
   `row_weight`, float32, and `row_slot`, int64 per row: routing weight, and the address (as this rank sees it) of the slot where the
   result goes; `activations`; `scales`, float32 [hidden / 128, rows], as the GEMM reads them.
+* `staged`, `staged_scales`, with `pull` only: this rank's own rows in e4m3 and their scales, per token, for peers to read.
 * `combine` [max tokens, top_k, hidden]: results come back to the token's own pick. Slots of masked picks are never written or read.
 
 The number of rows is the most that any routing can bring to a rank, P = ranks · max tokens · top_k pairs on n = min(P, experts / ranks)
@@ -77,7 +78,8 @@ class BufferLayout:
     Attributes:
         ranks, experts (over all ranks), hidden, top_k, max_tokens_per_rank. tile: rows that an expert's rows are padded to.
         precision: `fp8`, `bf16` or `float64`, what travels to the experts; results travel as bfloat16 (float64).
-        direct: rows arrive ready for the GEMMs, while they run (fp8 only).
+        direct: rows arrive ready for the GEMMs, while they run (fp8 only). pull: experts' ranks read rows instead of being sent them
+            (fp8, not direct): another way to do the same, for measurement.
 
     Raises:
         XStageError: a number outside its range, or one that does not divide another.
@@ -91,6 +93,7 @@ class BufferLayout:
     tile: int = 128
     precision: str = "fp8"
     direct: bool = False
+    pull: bool = False
 
     def __post_init__(self) -> None:
         for name in ("ranks", "experts", "hidden", "top_k", "max_tokens_per_rank", "tile"):
@@ -99,8 +102,10 @@ class BufferLayout:
                 raise XStageError(f"{name}: {value!r} must be a whole number of at least 1")
         if self.precision not in ELEMENTS:
             raise XStageError(f"precision: {self.precision!r} is not one of {', '.join(ELEMENTS)}")
-        if self.direct and self.precision != "fp8":
-            raise XStageError(f"direct: needs precision 'fp8', not {self.precision!r}")
+        if (self.direct or self.pull) and self.precision != "fp8":
+            raise XStageError(f"{'direct' if self.direct else 'pull'}: needs precision 'fp8', not {self.precision!r}")
+        if self.direct and self.pull:
+            raise XStageError("pull: does not go with direct")
         if self.experts % self.ranks:
             raise XStageError(f"experts: {self.experts} must be a multiple of the number of ranks, {self.ranks}")
         if self.top_k > self.experts:
@@ -134,6 +139,11 @@ class BufferLayout:
             wanted += [("sources", self.rows, SOURCE_WORDS, "int32"), ("activations", self.rows, self.hidden, element)]
             if self.precision == "fp8":
                 wanted.append(("activation_scales", self.rows, blocks, "float32"))
+        if self.pull:
+            wanted += [
+                ("staged", self.max_tokens_per_rank, self.hidden, element),
+                ("staged_scales", self.max_tokens_per_rank, blocks, "float32"),
+            ]
         wanted.append(("combine", self.max_tokens_per_rank * self.top_k, self.hidden, result))
         regions, offset = [], 0
         for name, rows, columns, dtype in wanted:

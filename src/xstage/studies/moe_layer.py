@@ -6,9 +6,10 @@ Each row is a model's shape, a number of tokens per rank, and a share f of remot
 * `gemm`: the grouped GEMMs on the rows that a dispatch brought, without exchange: `linear1`, `linear2` (bf16 out, local), `swiglu`
   (Linear-1 as the layer runs it), `rows` (Linear-2 whose rows go to their ranks), `rows_local` (the control: the same into this GPU);
   and both in one kernel, `both_…` by the name of the order, and `both_…_local`.
-* `layer`: `dispatch` and `combine` by themselves, the whole layer in a CUDA graph (`serial`), the same with x in e4m3 (`serial_e4m3`),
-  and without a graph (`eager`), all with one GEMM after the other; and in a graph with both in one kernel, by the name of the order of
-  tiles. By itself `dispatch` meets its peers only the first time, `combine` every time.
+* `layer`: `dispatch` and `combine` by themselves; the same rows by reads (`dispatch_pull`), and by NCCL (`dispatch_nccl`: gathered by rank,
+  `all_to_all_single` with splits that are known, put in the experts' order); the whole layer in a CUDA graph (`serial`), with x in e4m3
+  (`serial_e4m3`), and without a graph (`eager`), all with one GEMM after the other; and in a graph with both in one kernel, by the name of
+  the order of tiles. By itself `dispatch` meets its peers only the first time, `combine` every time.
 * `torch`: plain torch and NCCL with weights in bf16, eager (`pipeline.TorchPipeline`); fewer rounds, for it may be slow.
 
 The bound is compute (`linear1` + `linear2`) plus the bytes that leave the busiest rank over R of a platform file, plus `OVERHEAD_NS` for
@@ -24,7 +25,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import geometric_mean
 from typing import Any
@@ -35,7 +36,8 @@ import torch.distributed as dist
 from xstage.attention.serial import graphed
 from xstage.bench import timing
 from xstage.errors import XStageError
-from xstage.moe import quantize
+from xstage.moe import quantize, routing
+from xstage.moe.exchange import Exchange
 from xstage.moe.op import MegaMoE
 from xstage.moe.pipeline import KernelPipeline, TorchPipeline
 from xstage.moe.reference import Linear
@@ -56,7 +58,7 @@ class Layer:
 
     Attributes:
         x: bfloat16 [tokens, hidden]; q, scales: the same in e4m3. idx, weights: [tokens, top_k]. out: what the call returned.
-        orders: a pipeline with the same weights for each order of tiles in one kernel, after a call.
+        orders: a pipeline with the same weights for each order of tiles in one kernel, after a call. pull: an exchange by reads.
         rows: of this rank's experts, with paddings. products: bf16 [rows, 2 · intermediate] and [rows, hidden], outputs of `plain`.
     """
 
@@ -70,6 +72,7 @@ class Layer:
     weights: torch.Tensor
     out: torch.Tensor
     orders: dict[str, KernelPipeline]
+    pull: Exchange
     rows: int
     products: tuple[torch.Tensor, torch.Tensor]
 
@@ -244,8 +247,12 @@ def run(
         ) as moe:  # fmt: skip
             _load(moe, model)
             fused = {name: _pipeline(moe, name) for name in orders}
+            pull = Exchange(
+                replace(moe.layout, pull=True), intermediate=moe.intermediate, group=moe.group, device=moe.device, timeout_s=moe.timeout_s,
+                tag=f"{moe.tag}/pull",
+            )  # fmt: skip
             for share in todo:
-                row = _row(_layer(moe, model, tokens, share, fused), share, groups, rounds, pause_s, known, extra)
+                row = _row(_layer(moe, model, tokens, share, fused, pull), share, groups, rounds, pause_s, known, extra)
                 results.content["headline"] = headline([*results.content["rows"], row])
                 results.add(row)
                 if rank == 0:
@@ -253,6 +260,7 @@ def run(
                     print(f"{model.name} f={share:g}: {answers} ({time.monotonic() - begun:.0f} s)", file=sys.stderr, flush=True)
             for pipeline in fused.values():
                 pipeline.free()
+            pull.free()
         torch.cuda.empty_cache()
     if not cut_short:
         results.finish()
@@ -281,7 +289,7 @@ def _pipeline(moe: MegaMoE, order: str) -> KernelPipeline:
     )  # fmt: skip
 
 
-def _layer(moe: MegaMoE, model: MoEShape, tokens: int, share: float, orders: dict[str, KernelPipeline]) -> Layer:
+def _layer(moe: MegaMoE, model: MoEShape, tokens: int, share: float, orders: dict[str, KernelPipeline], pull: Exchange) -> Layer:
     generator = torch.Generator(device=moe.device).manual_seed(1 + moe.rank)
     idx = draw(tokens, model.experts, model.top_k, share, moe.rank, moe.world, generator)
     x = torch.randn(tokens, model.hidden, device=moe.device, generator=generator, dtype=torch.bfloat16)
@@ -298,10 +306,17 @@ def _layer(moe: MegaMoE, model: MoEShape, tokens: int, share: float, orders: dic
         if not torch.equal(other, out):
             raise XStageError(f"orders: {name} and one GEMM after the other gave different bits on rank {moe.rank}")
     rows = int(moe._kernels.exchange.totals[3])
+    other = torch.empty_like(out)
+    pull.dispatch(x, None, idx, weights)
+    pull.combine(idx, other)  # of slots that nobody wrote: only the rows matter
+    pull.check()
+    real = moe._kernels.exchange.row_slot[:rows] != 0
+    if not torch.equal(pull.activations[:rows][real], moe._kernels.exchange.activations[:rows][real]):
+        raise XStageError(f"pull: other rows arrived by reads than by stores on rank {moe.rank}")
     products = tuple(
         torch.empty(moe.layout.rows, n, dtype=torch.bfloat16, device=moe.device) for n in (2 * model.intermediate, model.hidden)
     )
-    return Layer(model, moe, moe._kernels, x, q, scales, idx, weights, out, orders, rows, (products[0], products[1]))
+    return Layer(model, moe, moe._kernels, x, q, scales, idx, weights, out, orders, pull, rows, (products[0], products[1]))
 
 
 def _variants(layer: Layer) -> dict[str, dict[str, Callable[[], Any]]]:
@@ -322,12 +337,40 @@ def _variants(layer: Layer) -> dict[str, dict[str, Callable[[], Any]]]:
         },
         "layer": {
             "dispatch": lambda: _launch(exchange._dispatch_steps(x, None, idx, weights)),
+            "dispatch_pull": lambda: _launch(layer.pull._dispatch_steps(x, None, idx, weights)), "dispatch_nccl": _nccl(layer),
             "combine": lambda: _launch(exchange._combine_steps(idx, out)),
             "serial": lambda: moe(x, idx, weights), "serial_e4m3": lambda: moe(layer.q, idx, weights, x_scales=layer.scales),
             "eager": lambda: moe(x, idx, weights),
             **{name: partial(fused.run, x, None, idx, weights, out) for name, fused in layer.orders.items()},
         },
     }  # fmt: skip
+
+
+def _nccl(layer: Layer) -> Callable[[], Any]:
+    """Rows and scales to the experts' ranks by NCCL, into their places; who sends how much, and where it goes, is known before."""
+    exchange, moe, top_k = layer.pipeline.exchange, layer.moe, layer.shape.top_k
+    counts = exchange.view("counts")
+    placed = routing.place(layer.idx, counts, moe.rank, moe.layout.tile)
+    pairs = torch.sort(torch.where(placed.row.flatten() < 0, moe.world, placed.rank.flatten()), stable=True).indices
+    sent = [int((placed.rank == rank).sum()) for rank in range(moe.world)]
+    pairs = pairs[: sum(sent)]
+    tokens, places = pairs // top_k, placed.row.flatten()[pairs].contiguous()
+    received = [int(n) for n in routing.count_ranks(counts, moe.world)[:, moe.rank]]
+    here = torch.empty(sum(received), dtype=torch.int32, device=moe.device)
+    dist.all_to_all_single(here, places, received, sent, group=moe.group)
+    rows = torch.empty(sum(received), layer.shape.hidden, dtype=torch.uint8, device=moe.device)
+    scales = torch.empty(sum(received), layer.scales.shape[1], device=moe.device)
+    target = torch.empty(moe.layout.rows, layer.shape.hidden, dtype=torch.uint8, device=moe.device)
+    target_scales = torch.empty(moe.layout.rows, layer.scales.shape[1], device=moe.device)
+    index, q = here.long(), layer.q.view(torch.uint8)
+
+    def call() -> None:
+        dist.all_to_all_single(rows, q[tokens], received, sent, group=moe.group)
+        dist.all_to_all_single(scales, layer.scales[tokens], received, sent, group=moe.group)
+        target.index_copy_(0, index, rows)
+        target_scales.index_copy_(0, index, scales)
+
+    return call
 
 
 def _gemms(pipeline: KernelPipeline, slots: torch.Tensor) -> None:
@@ -358,7 +401,7 @@ def _plain_torch(layer: Layer) -> Callable[[], Any]:
     return call
 
 
-EAGER = ("eager", "torch")
+EAGER = ("eager", "torch", "dispatch_nccl")
 
 
 def _row(
