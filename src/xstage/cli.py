@@ -114,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     v.add_argument("--results", default="results", help="docs: folder of result files (default results)")
     v.add_argument("--documents", nargs="*", default=["README.md", "docs"], help="docs: markdown files or folders (default README.md docs)")
     v.add_argument("--check", action="store_true", help="docs: exit 1 when something was not up to date")
+    v.add_argument("--prebuild", metavar="FOLDER", help="moe-layer: only compile its kernels, for two ranks and XSTAGE_KERNELS=FOLDER")
 
     v = verb("prebuild", _prebuild, "Compile the kernels of a MoE layer into a folder ahead of time; needs no GPU.")
     v.add_argument("--out", required=True, help="folder; processes find it by XSTAGE_KERNELS=FOLDER")
@@ -225,6 +226,14 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
+    if options.prebuild:
+        if options.what != "moe-layer":
+            raise XStageError(f"prebuild: bench {options.what} has no kernels that can be kept; moe-layer has")
+        from xstage.studies import moe_layer
+
+        number = moe_layer.prebuild(options.prebuild, shapes=options.shapes or moe_layer.SHAPES, tokens=options.tokens)
+        print(f"{number} kernels in {options.prebuild}")
+        return 0
     if options.what != "docs":
         if not options.out:
             raise XStageError(f"out: bench {options.what} needs a result file to write")

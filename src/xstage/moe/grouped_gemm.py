@@ -101,6 +101,11 @@ def kernels(
     return [(compiled_gemm, ("swiglu", first, clamp)), (compiled_gemm, ("rows", second))]
 
 
+def plain_kernels(hidden: int, intermediate: int) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """What `plain` compiles for both layers, with the arguments."""
+    return [(compiled_gemm, ("plain", _unroll(hidden), LINEAR1)), (compiled_gemm, ("plain", _unroll(intermediate), LINEAR2))]
+
+
 def _unroll(depth: int) -> int:
     """Stages of a round: K is a whole number of rounds."""
     for unroll in (4, 2):

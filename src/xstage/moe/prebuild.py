@@ -11,12 +11,13 @@ Not covered: attention (see `xstage.device.kept`).
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from xstage.device.kept import FOLDER
 from xstage.errors import XStageError
@@ -24,16 +25,16 @@ from xstage.moe import arguments
 from xstage.moe.shapes import MoEShape, shape
 from xstage.moe.work_table import TILE_COLUMNS, WorkOrder
 
+Work = tuple[Callable[..., Any], tuple[Any, ...]]
 CLUSTERS = 66  # of two CTAs, on a Hopper GPU of 132 SMs
 
 
 def prebuild(
     folder: str | os.PathLike[str], shapes: Sequence[str | MoEShape], *, tokens: int, ranks: int,
     schedules: Sequence[str] = ("interleaved",), lead_rows: int | None = None, clamp: float | None = None,
-    picks: Sequence[str] = ("int64",), rows: Sequence[str] = ("bfloat16",),
-    processes: int | None = None,
+    picks: Sequence[str] = ("int64",), rows: Sequence[str] = ("bfloat16",), processes: int | None = None,
 ) -> list[Path]:  # fmt: skip
-    """Fill `folder`; what is there already is left alone.
+    """Fill `folder` with the kernels of layers; what is there already is left alone.
 
     Args:
         shapes: of `xstage.moe.shapes`, or their names. tokens: most per rank. schedules, lead_rows, clamp: as `MegaMoE` takes them.
@@ -51,13 +52,36 @@ def prebuild(
     for name, given, known in (("picks", picks, ("int32", "int64")), ("rows", rows, ("bfloat16", "float8_e4m3fn"))):
         if unknown := set(given) - set(known):
             raise XStageError(f"{name}: {sorted(unknown)[0]!r} is not one of {', '.join(known)}")
+    work: list[Work] = []
+    for model, schedule, wide, row in product(models, schedules, picks, rows):
+        work += kernels_of(model, tokens, ranks, schedule, lead_rows, clamp, wide == "int64", row == "float8_e4m3fn")
+    return fill(folder, work, processes)
+
+
+def kernels_of(
+    model: MoEShape, tokens: int, ranks: int, schedule: str, lead_rows: int | None, clamp: float | None, wide: bool, quantized: bool,
+    pull: bool = False,
+) -> list[Work]:  # fmt: skip
+    """What one layer compiles. pull: its exchange by reads."""
+    from xstage.moe import exchange, grouped_gemm
+
+    order = None
+    if schedule != "serial":
+        columns = (2 * model.intermediate // TILE_COLUMNS, model.hidden // TILE_COLUMNS)
+        name = "interleaved" if schedule == "auto" else schedule
+        order = WorkOrder.of(name, *columns, lead_rows=lead_rows, instances=CLUSTERS)
+    layout = arguments.layout(ranks, model.experts, model.hidden, model.intermediate, model.top_k, tokens)
+    layout = replace(layout, direct=order is not None, pull=pull)
+    exchange.check_layout(layout, model.intermediate)
+    gemms = grouped_gemm.kernels(model.hidden, model.intermediate, clamp, None if order is None else layout)
+    return [*exchange.kernels(layout, model.intermediate, order, wide, quantized), *gemms]
+
+
+def fill(folder: str | os.PathLike[str], work: Sequence[Work], processes: int | None = None) -> list[Path]:
+    """Call every function with its arguments, where `kept` keeps what they compile in `folder`; the objects that are there then."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    work = [
-        (model, tokens, ranks, schedule, lead_rows, clamp, wide == "int64", row == "float8_e4m3fn", part)
-        for model, schedule, wide, row, part in product(models, schedules, picks, rows, (0, 1))
-    ]
     with ProcessPoolExecutor(processes, get_context("spawn"), initializer=_keep_in, initargs=(str(Path(folder).resolve()),)) as pool:
-        list(pool.map(_compile, work))
+        list(pool.map(_compile, dict.fromkeys(work)))
     return sorted(Path(folder).glob("*.o"))
 
 
@@ -65,18 +89,6 @@ def _keep_in(folder: str) -> None:
     os.environ |= {FOLDER: folder, "CUTE_DSL_ARCH": "sm_90a"}
 
 
-def _compile(work: tuple[MoEShape, int, int, str, int | None, float | None, bool, bool, int]) -> None:
-    from xstage.moe import exchange, grouped_gemm
-
-    model, tokens, ranks, schedule, lead_rows, clamp, wide, quantized, part = work
-    schedule = "interleaved" if schedule == "auto" else schedule
-    order = None
-    if schedule != "serial":
-        columns = (2 * model.intermediate // TILE_COLUMNS, model.hidden // TILE_COLUMNS)
-        order = WorkOrder.of(schedule, *columns, lead_rows=lead_rows, instances=CLUSTERS)
-    layout = arguments.layout(ranks, model.experts, model.hidden, model.intermediate, model.top_k, tokens)
-    layout = replace(layout, direct=order is not None)
-    exchange.check_layout(layout, model.intermediate)
-    gemms = grouped_gemm.kernels(model.hidden, model.intermediate, clamp, layout if order is not None else None)
-    for compiled, options in gemms if part else exchange.kernels(layout, model.intermediate, order, wide, quantized):
-        compiled(*options)
+def _compile(work: Work) -> None:
+    compiled, options = work
+    compiled(*options)

@@ -268,6 +268,20 @@ def run(
     return results.content
 
 
+def prebuild(folder: str, *, shapes: Sequence[str] = SHAPES, tokens: int = 8192, ranks: int = 2, orders: Sequence[str] = ORDERS) -> int:
+    """Compile what the study uses into a folder for `XSTAGE_KERNELS`, without a GPU; returns how many kernels are there."""
+    from xstage.moe import grouped_gemm
+    from xstage.moe.prebuild import Work, fill, kernels_of
+
+    work: list[Work] = []
+    for model in [shape(name) for name in shapes]:
+        for schedule, quantized in [("serial", False), ("serial", True), *((order, False) for order in orders)]:
+            work += kernels_of(model, tokens, ranks, schedule, None, None, True, quantized)
+        work += kernels_of(model, tokens, ranks, "serial", None, None, True, False, pull=True)
+        work += grouped_gemm.plain_kernels(model.hidden, model.intermediate)
+    return len(fill(folder, work))
+
+
 def _load(moe: MegaMoE, model: MoEShape) -> None:
     """Random e4m3 weights, made on the GPU: the same arithmetic, and no matrix in high precision."""
     experts = model.experts // dist.get_world_size()
