@@ -101,6 +101,34 @@ def test_refusals(tmp_path: Path) -> None:
             study.run(out)
 
 
+def test_unfinished_files_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("diffusers")
+    measured: list[str] = []
+
+    def measure(model: study.Model, layers: int, *_: Any) -> dict[str, Any]:
+        measured.append(model.name)
+        return row(model.name, 0.1 * layers, 1.1)
+
+    monkeypatch.setattr(study, "measure", measure)
+    monkeypatch.setattr(study.timing, "start_group", lambda *_: None)
+    monkeypatch.setattr(study.timing, "meet", lambda *_: None)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        out = tmp_path / "r.json"
+        assert not study.run(str(out), models=["wan_1_3b_480p", "flux_1_1024"])["complete"]
+        assert measured == ["FLUX.1 1024²", "Wan 1.3B 480p"]  # the short ones first
+        assert not study.run(str(out), budget_s=-1.0)["complete"]
+        assert len(measured) == 2
+        assert study.run(str(out))["complete"]
+        assert len(measured) == len(study.MODELS)
+        content = json.loads(out.read_text())
+        assert content["settings"]["layers"] == 3
+        assert content["headline"]["dit.exposed_share_of_diffusers.max"]["value"] == 0.3
+        assert content["headline"]["dit.step_speedup.wan_14b_480p"]["value"] == 1.1
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 SMALL = {
     "flux": {"in_channels": 4, "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)},
     "qwen": {"in_channels": 16, "out_channels": 4, "joint_attention_dim": 16, "axes_dims_rope": (4, 4, 8)},
