@@ -50,6 +50,7 @@ def test_predict_flags_extrapolation_but_answers(capsys: pytest.CaptureFixture[s
         (["simulate", "--shape", "Hy3", "--order", "sideways"], "order: 'sideways' is unknown"),
         (["simulate", "--shape", "Hy3", "--trace", "/"], "trace: / is a directory"),
         (["bench", "attention"], "out: bench attention needs"),
+        (["bench", "dit"], "out: bench dit needs"),
         (["calibrate", "--out", "/"], "is a directory"),
         (["calibrate", "--out", "x.json", "--repeats", "0"], "repeats: 0"),
     ],

@@ -93,9 +93,9 @@ def _parser() -> argparse.ArgumentParser:
 
     v = verb("bench", _bench, "Benchmarks (start them with torchrun), and the numbers that README and docs take from result files.")
     v.add_argument(
-        "what", choices=("attention", "moe-layer", "docs"), help="docs: write results/headline.json and the generated tables anew"
+        "what", choices=("attention", "moe-layer", "dit", "docs"), help="docs: write results/headline.json and the generated tables anew"
     )
-    v.add_argument("--out", help="attention, moe-layer: result file to write")
+    v.add_argument("--out", help="attention, moe-layer, dit: result file to write")
     v.add_argument(
         "--shapes", nargs="+", help="attention: rows (heads × sequences; default) or dit (diffusion transformers); moe-layer: models' names"
     )
@@ -103,12 +103,14 @@ def _parser() -> argparse.ArgumentParser:
         "--groups",
         nargs="+",
         help="groups of variants; attention: residual, baseline (default for rows), forms, order, dit (default for dit); "
-        "moe-layer: gemm, layer, torch (default: all)",
+        "moe-layer: gemm, layer, torch (default: all); dit: step, layer, layer_graph (default: these), step_graph",
     )
     v.add_argument("--heads", type=int, nargs="+", default=[4, 12], help="attention: heads per rank (default 4 12)")
     v.add_argument("--sequences", type=int, nargs="+", default=[4096, 8192, 16384, 32768], help="attention: whole sequences")
     v.add_argument("--tokens", type=int, default=8192, help="moe-layer: tokens per rank (default 8192)")
     v.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.875], help="moe-layer: shares of remote picks (default 0.5 0.875)")
+    v.add_argument("--models", nargs="+", help="dit: diffusion transformers by name, for example flux_1_1024 (default: all)")
+    v.add_argument("--layers", type=int, default=3, help="dit: blocks of a transformer that are built (default 3)")
     v.add_argument("--budget", type=float, default=240.0, help="no row is begun after this many seconds (default 240)")
     v.add_argument("--platform", default="h200-nvlink4", help="platform for predictions and bounds (default h200-nvlink4)")
     v.add_argument("--results", default="results", help="docs: folder of result files (default results)")
@@ -261,6 +263,13 @@ def _bench_on_gpus(options: argparse.Namespace) -> None:
         attention.run(
             options.out, shapes=shapes[0], groups=options.groups, heads=options.heads, sequences=options.sequences,
             budget_s=options.budget, platform=options.platform,
+        )  # fmt: skip
+    elif options.what == "dit":
+        from xstage.studies import dit
+
+        dit.run(
+            options.out, models=options.models or tuple(dit.MODELS), layers=options.layers, groups=options.groups or dit.DEFAULT_GROUPS,
+            budget_s=options.budget,
         )  # fmt: skip
     else:
         from xstage.studies import moe_layer

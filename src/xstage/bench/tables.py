@@ -306,6 +306,37 @@ def _attention_designs_table(results: Path) -> str:
     return grid(["H, M", "persistent", "entry check inside", "meetings outside"], rows)
 
 
+def _dit_table(results: Path) -> str:
+    path = results / "h200x2" / "dit.json"
+    if not path.exists():
+        return "Not measured yet."
+    content = _read(path)
+    rows = []
+    for r in content["rows"]:
+        d, groups = r["derived"], r["groups"]
+
+        def step(prefix: str, groups: dict[str, Any] = groups) -> str:
+            """The fastest variant whose name begins so, and the rest of its name."""
+            ns = {n.removeprefix(prefix): t["slowest_ns"] for n, t in groups.get("step", {}).items() if n.startswith(prefix)}
+            best = min(ns, key=ns.__getitem__, default=None)
+            return "–" if best is None else f"{ns[best] / 1e3:,.0f} {best}".strip()
+
+        def exposed(suffix: str, d: dict[str, float] = d) -> list[str]:
+            values = [d.get(f"exposed_{name}{suffix}_ns") for name in ("diffusers", "ours_push", "ours")]
+            share = d.get(f"exposed_share{suffix}")
+            return [*("–" if v is None else f"{v / 1e3:,.0f}" for v in values), "–" if share is None else f"{share:.2f}"]
+
+        times = {n: f"{t['slowest_ns'] / 1e3:,.0f}" for n, t in groups.get("step", {}).items()}
+        steps = [step("diffusers_"), times.get("ours_push", "–"), times.get("ours", "–")]
+        speedup = f"{d['step_speedup']:.3f}×" if "step_speedup" in d else "–"
+        rows.append([r["name"], f"{r['heads']}, {r['sequence']:,}", *steps, speedup, *exposed(""), *exposed("_graph")])
+    head = ["model", "heads, tokens", "step, diffusers", "ours, push", "ours, fused", "speedup", "exposed per layer: diffusers",
+            "ours, push", "ours, fused", "share", "in a graph: diffusers", "ours, push", "ours, fused", "share"]  # fmt: skip
+    world, layers = (content["settings"][name] for name in ("world", "layers"))
+    said = f"µs, slowest of {world} ranks, medians; {layers} blocks, random weights, bf16, batch 1; `results/h200x2/dit.json`."
+    return grid(head, rows) + "\n\n" + said
+
+
 def _moe_table(results: Path) -> str:
     path = results / "h200x2" / "moe-layer.json"
     if not path.exists():
@@ -407,6 +438,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "attention-stores": _attention_stores_table,
     "attention-models": _attention_models_table,
     "attention-designs": _attention_designs_table,
+    "dit": _dit_table,
     "moe": _moe_table,
     "moe-summary": _moe_summary_table,
     "moe-gemm": _moe_gemm_table,

@@ -102,11 +102,11 @@ def interleaved(
     return {name: Times([ranks[0][name] for ranks in everyone], [ranks[1][name] for ranks in everyone], calls) for name in names}
 
 
-def start_group(what: str) -> None:
+def start_group(what: str, backend: str = "nccl") -> None:
     """The default NCCL group of a benchmark that `torchrun` started, one GPU per process.
 
     Args:
-        what: the command, for errors.
+        what: the command, for errors. backend: `nccl`, or back ends per device, for example `cpu:gloo,cuda:nccl`.
 
     Raises:
         UnsuitableMachine: fewer than two GPUs or ranks, or not started by torchrun.
@@ -117,7 +117,8 @@ def start_group(what: str) -> None:
         if "RANK" not in os.environ:
             raise UnsuitableMachine(f"{what}: start it with torchrun --nproc-per-node 2 (one process per GPU)")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
-        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
+        dist.init_process_group(backend, device_id=device)
     if dist.get_world_size() < 2:
         raise UnsuitableMachine(f"{what}: needs at least two ranks")
 

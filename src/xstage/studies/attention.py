@@ -128,13 +128,17 @@ def derived(times: dict[str, dict[str, timing.Times]]) -> dict[str, float]:
     return answers
 
 
+def slug(name: str) -> str:
+    """A model's name as keys write it."""
+    return re.sub("[^a-z0-9]+", "_", name.lower().replace("²", "")).strip("_")
+
+
 def headline(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Headline figures of a result: the worst row for each question, and the speedups by shape."""
     out: dict[str, dict[str, Any]] = {}
     models = [r for r in rows if r.get("shapes") == "dit"]
     for row in (r for r in models if "speedup_strongest" in r["derived"]):
-        name = re.sub("[^a-z0-9]+", "_", row["name"].lower().replace("²", "")).strip("_")
-        out[f"attention.dit.speedup_strongest.{name}"] = {"value": row["derived"]["speedup_strongest"], "unit": "ratio"}
+        out[f"attention.dit.speedup_strongest.{slug(row['name'])}"] = {"value": row["derived"]["speedup_strongest"], "unit": "ratio"}
     rows = [r for r in rows if r not in models]
     short = [r["derived"]["residual_ns"] for r in rows if r["sequence"] <= 16384 and "residual_ns" in r["derived"]]
     long = [r["derived"]["residual_share"] for r in rows if r["sequence"] >= 32768 and "residual_share" in r["derived"]]
