@@ -17,11 +17,7 @@ Not covered: more than one host, compute-sanitizer (docs/attention.md has the co
 """
 
 import argparse
-import json
-import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -29,52 +25,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sections import MARKS, RANK, WORLD, arguments, everywhere, main, outcome, say, settle
 
 SECTIONS = ("random", "replay", "delay", "mismatch", "compile", "stream", "serial", "kernel", "dead")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two peer-connected GPUs"),
-]
-_report: dict[str, str] = {}
+pytestmark = MARKS
 
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_section(section: str) -> None:
-    if not _report:
-        run = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29571", __file__, "--report"],
-            capture_output=True,
-            text=True,
-            timeout=1200,
-        )
-        lines = [line for line in run.stdout.splitlines() if line.startswith("REPORT ")]
-        assert lines, run.stdout[-2000:] + run.stderr[-4000:]
-        _report.update(json.loads(lines[-1].removeprefix("REPORT ")))
-    assert _report.get(section, "did not run") == "passed", _report.get(section)
+    assert (became := outcome(__file__, 29571, section)) == "passed", became
 
 
 # ---- what every rank runs
-
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
-def say(*words: object) -> None:
-    if RANK == 0:
-        print(*words, file=sys.stderr, flush=True)
-
-
-def everywhere(ok: bool) -> bool:
-    """True if it is True on every rank."""
-    flag = torch.tensor([int(ok)], device="cuda")
-    dist.all_reduce(flag, dist.ReduceOp.MIN)
-    return bool(flag.item())
-
-
-def settle() -> None:
-    torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda.synchronize()
 
 
 def gathered(x: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
@@ -427,40 +390,6 @@ RUNS = {
 }  # fmt: skip
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--sections", default=",".join(SECTIONS))
-    parser.add_argument("--shapes", type=int, default=200)
-    parser.add_argument("--replays", type=int, default=5000)
-    parser.add_argument("--report", action="store_true")
-    options = parser.parse_args()
-    torch.cuda.set_device(RANK)
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    dist.init_process_group("nccl", device_id=torch.device("cuda", RANK))
-    report: dict[str, str] = {}
-    for section in options.sections.split(","):
-        begun = time.time()
-        try:
-            RUNS[section](options)
-            report[section] = "passed"
-        except Exception as error:  # a rank that stopped leaves the others waiting, so nothing after it can be trusted
-            import traceback
-
-            traceback.print_exc()
-            report[section] = f"rank {RANK}: {type(error).__name__}: {error}"[:2000]
-            print(f"rank {RANK} {section}: {report[section]}", file=sys.stderr, flush=True)
-            if RANK != 0:
-                os._exit(1)
-            break
-        say(f"{section}: passed ({time.time() - begun:.0f} s)")
-    if RANK == 0:
-        print("REPORT " + json.dumps(report), flush=True)
-    torch.cuda.synchronize()
-    failed = any(text != "passed" for text in report.values())
-    if not failed:
-        dist.barrier()
-    os._exit(int(failed))
-
-
 if __name__ == "__main__":
-    main()
+    parser = arguments(SECTIONS, shapes=200, replays=5000)
+    main(RUNS, parser.parse_args())

@@ -19,46 +19,27 @@ Not covered: more than one host, speed, compute-sanitizer (run it on `--sections
 """
 
 import argparse
-import json
-import os
 import random
-import subprocess
-import sys
 import time
 import warnings
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from sections import MARKS, RANK, WORLD, arguments, everywhere, main, outcome, say, settle
 
 SECTIONS = ("random", "orders", "poison", "replay", "delay", "stream", "compile", "fallback", "refuse", "dead")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two peer-connected GPUs"),
-]
-_report: dict[str, str] = {}
+pytestmark = MARKS
 
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_section(section: str) -> None:
-    if not _report:
-        run = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29572", __file__, "--report"],
-            capture_output=True,
-            text=True,
-            timeout=1200,
-        )
-        lines = [line for line in run.stdout.splitlines() if line.startswith("REPORT ")]
-        assert lines, run.stdout[-2000:] + run.stderr[-4000:]
-        _report.update(json.loads(lines[-1].removeprefix("REPORT ")))
-    assert _report.get(section, "did not run") == "passed", _report.get(section)
+    assert (became := outcome(__file__, 29572, section)) == "passed", became
 
 
 # ---- what every rank runs
 
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 KINDS = (
     "even", "skewed", "one expert", "all local", "all remote", "a rank without rows", "masked", "all masked", "twice the same",
 )  # fmt: skip
@@ -88,24 +69,6 @@ def prebuild(folder: str, world: int) -> None:
             lead_rows=lead, clamp=clamp[0] if clamp else None, picks=["int32", "int64"], rows=["bfloat16", "float8_e4m3fn"],
         )  # fmt: skip
     print(f"{len(made)} kernels in {folder}")
-
-
-def say(*words: object) -> None:
-    if RANK == 0:
-        print(*words, file=sys.stderr, flush=True)
-
-
-def everywhere(ok: bool) -> bool:
-    """True if it is True on every rank."""
-    flag = torch.tensor([int(ok)], device="cuda")
-    dist.all_reduce(flag, dist.ReduceOp.MIN)
-    return bool(flag.item())
-
-
-def settle() -> None:
-    torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda.synchronize()
 
 
 class Problem:
@@ -461,44 +424,11 @@ RUNS = {
 }  # fmt: skip
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--sections", default=",".join(SECTIONS))
-    parser.add_argument("--shapes", type=int, default=60)
-    parser.add_argument("--replays", type=int, default=5000)
-    parser.add_argument("--report", action="store_true")
+if __name__ == "__main__":
+    parser = arguments(SECTIONS, shapes=60, replays=5000)
     parser.add_argument("--prebuild", help="only compile the kernels into this folder, for two ranks, without a GPU")
     options = parser.parse_args()
     if options.prebuild:
         prebuild(options.prebuild, 2)
-        return 0
-    torch.cuda.set_device(RANK)
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    dist.init_process_group("nccl", device_id=torch.device("cuda", RANK))
-    report: dict[str, str] = {}
-    for section in options.sections.split(","):
-        begun = time.time()
-        try:
-            RUNS[section](options)
-            report[section] = "passed"
-        except BaseException as error:  # a rank that stopped leaves the others waiting, so nothing after it can be trusted
-            import traceback
-
-            traceback.print_exc()
-            report[section] = f"rank {RANK}: {type(error).__name__}: {error}"[:2000]
-            print(f"rank {RANK} {section}: {report[section]}", file=sys.stderr, flush=True)
-            if RANK != 0:
-                os._exit(1)
-            break
-        say(f"{section}: passed ({time.time() - begun:.0f} s)")
-    if RANK == 0:
-        print("REPORT " + json.dumps(report), flush=True)
-    failed = any(text != "passed" for text in report.values())
-    if not failed:
-        torch.cuda.synchronize()
-        dist.barrier()
-    os._exit(int(failed))
-
-
-if __name__ == "__main__":
-    main()
+    else:
+        main(RUNS, options)

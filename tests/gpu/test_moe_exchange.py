@@ -18,8 +18,6 @@ import argparse
 import json
 import os
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -27,53 +25,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sections import MARKS, RANK, WORLD, arguments, everywhere, main, outcome, say, settle
 
 SECTIONS = ("random", "replay", "dead")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two peer-connected GPUs"),
-]
-_report: dict[str, str] = {}
+pytestmark = MARKS
 
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_section(section: str) -> None:
-    if not _report:
-        run = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29573", __file__, "--report"],
-            capture_output=True,
-            text=True,
-            timeout=1200,
-        )
-        lines = [line for line in run.stdout.splitlines() if line.startswith("REPORT ")]
-        assert lines, run.stdout[-2000:] + run.stderr[-4000:]
-        _report.update(json.loads(lines[-1].removeprefix("REPORT ")))
-    assert _report.get(section, "did not run") == "passed", _report.get(section)
+    assert (became := outcome(__file__, 29573, section)) == "passed", became
 
 
 # ---- what every rank runs
 
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 KINDS = ("uniform", "zipf", "one expert", "all remote", "all local", "masked", "outside", "none here", "none anywhere")
-
-
-def say(*words: object) -> None:
-    if RANK == 0:
-        print(*words, file=sys.stderr, flush=True)
-
-
-def everywhere(ok: bool) -> bool:
-    """True if it is True on every rank."""
-    flag = torch.tensor([int(ok)], device="cuda")
-    dist.all_reduce(flag, dist.ReduceOp.MIN)
-    return bool(flag.item())
-
-
-def settle() -> None:
-    torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda.synchronize()
 
 
 def make(
@@ -378,40 +344,6 @@ def timing(options: argparse.Namespace) -> None:
 RUNS = {"random": random_cases, "replay": replay, "dead": dead, "timing": timing}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--sections", default=",".join(SECTIONS))
-    parser.add_argument("--cases", type=int, default=60)
-    parser.add_argument("--replays", type=int, default=2000)
-    parser.add_argument("--report", action="store_true")
-    options = parser.parse_args()
-    torch.cuda.set_device(RANK)
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    dist.init_process_group("nccl", device_id=torch.device("cuda", RANK))
-    report: dict[str, str] = {}
-    for section in options.sections.split(","):
-        begun = time.time()
-        try:
-            RUNS[section](options)
-            report[section] = "passed"
-        except Exception as error:  # a rank that stopped leaves the others waiting, so nothing after it can be trusted
-            import traceback
-
-            traceback.print_exc()
-            report[section] = f"rank {RANK}: {type(error).__name__}: {error}"[:2000]
-            print(f"rank {RANK} {section}: {report[section]}", file=sys.stderr, flush=True)
-            if RANK != 0:
-                os._exit(1)
-            break
-        say(f"{section}: passed ({time.time() - begun:.0f} s)")
-    if RANK == 0:
-        print("REPORT " + json.dumps(report), flush=True)
-    torch.cuda.synchronize()
-    failed = any(text != "passed" for text in report.values())
-    if not failed:
-        dist.barrier()
-    os._exit(int(failed))
-
-
 if __name__ == "__main__":
-    main()
+    parser = arguments(SECTIONS, cases=60, replays=2000)
+    main(RUNS, parser.parse_args())

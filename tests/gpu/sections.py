@@ -1,0 +1,99 @@
+"""What GPU test files of several ranks share: sections that torchrun runs one after another, and that pytest reports one by one.
+
+A file has a map RUNS from a section's name to `function(options)`, starts `main(RUNS, …)` when it is run, and asks `outcome` under pytest.
+Sections run in every rank; a rank that fails ends the run, because nothing after it can be trusted.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+MARKS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two peer-connected GPUs"),
+]
+
+
+@cache
+def report(file: str, port: int) -> dict[str, str]:
+    """Every section of `file`, run once on two ranks: `passed`, or why not."""
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port), file, "--report"],
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    lines = [line for line in run.stdout.splitlines() if line.startswith("REPORT ")]
+    assert lines, run.stdout[-2000:] + run.stderr[-4000:]
+    return dict(json.loads(lines[-1].removeprefix("REPORT ")))
+
+
+def outcome(file: str, port: int, section: str) -> str:
+    return report(file, port).get(section, "did not run")
+
+
+def say(*words: object) -> None:
+    if RANK == 0:
+        print(*words, file=sys.stderr, flush=True)
+
+
+def everywhere(ok: bool) -> bool:
+    """True if it is True on every rank."""
+    flag = torch.tensor([int(ok)], device="cuda")
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag.item())
+
+
+def settle() -> None:
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+
+
+def arguments(sections: Sequence[str], **numbers: int) -> argparse.ArgumentParser:
+    """`--sections`, a number by each of the names, `--report`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sections", default=",".join(sections))
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--report", action="store_true")
+    return parser
+
+
+def main(runs: Mapping[str, Callable[[argparse.Namespace], Any]], options: argparse.Namespace) -> None:
+    """Run sections in this rank, print what became of them, and leave the process."""
+    torch.cuda.set_device(RANK)
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    dist.init_process_group("nccl", device_id=torch.device("cuda", RANK))
+    results: dict[str, str] = {}
+    for section in options.sections.split(","):
+        begun = time.time()
+        try:
+            runs[section](options)
+            results[section] = "passed"
+        except BaseException as error:  # pytest.raises fails with one
+            traceback.print_exc()
+            results[section] = f"rank {RANK}: {type(error).__name__}: {error}"[:2000]
+            print(f"rank {RANK} {section}: {results[section]}", file=sys.stderr, flush=True)
+            if RANK != 0:
+                os._exit(1)
+            break
+        say(f"{section}: passed ({time.time() - begun:.0f} s)")
+    if RANK == 0:
+        print("REPORT " + json.dumps(results), flush=True)
+    failed = any(text != "passed" for text in results.values())
+    if not failed:
+        settle()
+    os._exit(int(failed))
