@@ -14,29 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sgl_deep_gemm import package
 
 from xstage.bench import timing
 from xstage.moe import grouped_gemm
 from xstage.moe.shapes import shape
+from xstage.moe.work_table import TILE_COLUMNS, work_table
 
 SHAPES = ("Qwen3.5", "DSv4-Flash", "Hy3", "Qwen3-30B", "GLM-5.2")
-
-
-def work_table(loads: list[int], columns: int, group: int = 8) -> list[int]:
-    """Entries for experts with so many row tiles each: `group` units of one or two row tiles at a time, columns outermost inside."""
-    units, m = [], 0
-    for tiles in loads:
-        units += [(u, u + 1 == m + tiles) for u in range(m, m + tiles, 2)]
-        m += tiles
-    flat: list[int] = []
-    for first in range(0, len(units), group):
-        for n in range(columns // 256):
-            for unit, alone in units[first : first + group]:
-                if not alone:
-                    flat += [unit << 12 | n << 1, (unit + 1) << 12 | n << 1]
-                elif n % 2 == 0:
-                    flat += [unit << 12 | n << 1 | 1, unit << 12 | (n + 1) << 1 | 1]
-    return flat
 
 
 def random_e4m3(*size: int) -> torch.Tensor:
@@ -46,16 +31,7 @@ def random_e4m3(*size: int) -> torch.Tensor:
     return out
 
 
-def deep_gemm() -> Any:
-    try:
-        import deep_gemm as package
-    except Exception as error:  # a peer's package may fail in any way; ours are timed without it
-        print(f"deep_gemm is not here: {error!r}", file=sys.stderr)
-        return None
-    return package
-
-
-def measure(name: str, tokens: int, ranks: int, peer: Any, rounds: int, group: int) -> dict[str, Any]:
+def measure(name: str, tokens: int, ranks: int, peer: Any, rounds: int) -> dict[str, Any]:
     s = shape(name)
     experts = s.experts // ranks
     generator = torch.Generator().manual_seed(0)
@@ -64,7 +40,8 @@ def measure(name: str, tokens: int, ranks: int, peer: Any, rounds: int, group: i
     count = sum(tiles)
     rows = 128 * count
     expert = torch.tensor([e for e, n in enumerate(tiles) for _ in range(n)], dtype=torch.int32, device="cuda")
-    tables = [torch.tensor(work_table(tiles, n, group), dtype=torch.int32, device="cuda") for n in (2 * s.intermediate, s.hidden)]
+    flat = [work_table(tiles, n // TILE_COLUMNS) for n in (2 * s.intermediate, s.hidden)]
+    tables = [torch.tensor(table, dtype=torch.int32, device="cuda").view(-1) for table in flat]
     totals = torch.tensor([len(tables[0]) // 2, len(tables[1]) // 2, count, rows], dtype=torch.int32, device="cuda")
     sizes = {"linear1": (s.hidden, 2 * s.intermediate), "linear2": (s.intermediate, s.hidden)}
     variants: dict[str, Callable[[], Any]] = {}
@@ -109,7 +86,7 @@ def measure(name: str, tokens: int, ranks: int, peer: Any, rounds: int, group: i
     flops |= {v: flops["linear2" if v in ("rows", "deep_gemm_linear2") else "linear1"] for v in times if v not in flops}
     ns = {variant: t.slowest_ns for variant, t in times.items()}
     row: dict[str, Any] = {
-        "shape": name, "group": group, "rows": rows, "experts": experts, "agreement": agreement,
+        "shape": name, "rows": rows, "experts": experts, "agreement": agreement,
         "times": {v: t.to_json() for v, t in times.items()},
         "tflops": {v: round(flops[v] / t / 1e3, 1) for v, t in ns.items()},
         "derived": {"swiglu_over_plain": ns["swiglu"] / ns["linear1"], "rows_over_plain": ns["rows"] / ns["linear2"]},
@@ -130,17 +107,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--groups", type=int, nargs="+", default=[8], help="units of row tiles that take turns before the next columns")
     options = parser.parse_args()
-    peer = deep_gemm()
+    peer = package()
     file = timing.ResultFile(options.out, "grouped_gemm", settings=vars(options))
     for name in options.shapes:
-        for group in options.groups:
-            row = measure(name, options.tokens, options.ranks, peer, options.rounds, group)
-            file.add(row)
-            derived = {k: round(v, 3) for k, v in row["derived"].items()}
-            print(name, group, row["rows"], row["tflops"], derived, file=sys.stderr, flush=True)
-            torch.cuda.empty_cache()
+        row = measure(name, options.tokens, options.ranks, peer, options.rounds)
+        file.add(row)
+        derived = {k: round(v, 3) for k, v in row["derived"].items()}
+        print(name, row["rows"], row["tflops"], derived, file=sys.stderr, flush=True)
+        torch.cuda.empty_cache()
     file.finish()
 
 

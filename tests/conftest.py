@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 import synthetic
@@ -28,3 +29,14 @@ def paper() -> Platform:
 def measured() -> Platform:
     """A SYNTHETIC measured platform (see tests/synthetic.py)."""
     return synthetic.platform()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Matrices as small as tests have only lose by threads, by far on a busy machine."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

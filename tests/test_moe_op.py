@@ -25,13 +25,7 @@ CPU = torch.device("cpu")
 KINDS = ("any", "one expert", "all masked", "all local", "all remote", "a rank without rows", "twice the same")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """Matrices this small only lose by threads, by far on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def expert_weights(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,13 +18,7 @@ from xstage.moe.reference import Buffer, Linear, moe, swiglu
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 256, 128, 8, 3
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """Matrices this small only lose by threads, by far on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def problem(tokens: int, seed: int = 0, hidden: int = HIDDEN, intermediate: int = INTERMEDIATE) -> Any:

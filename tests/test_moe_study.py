@@ -79,30 +79,7 @@ def test_table(tmp_path: Path) -> None:
     assert "| Hy3, 0.5 | 2 | 2 | – | – | 3,210 | 3,000 | 1.50 | – | – | – | – | 2 | – | – | – |" in tables.TABLES["moe"](tmp_path)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.875, 1.0])
-@pytest.mark.parametrize(("world", "rank"), [(2, 0), (2, 1), (4, 2)])
-def test_routing_sends_its_share(share: float, world: int, rank: int) -> None:
-    idx = study.draw(4000, 32, 5, share, rank, world, torch.Generator().manual_seed(3))
-    assert idx.shape == (4000, 5)
-    ordered = idx.sort(1).values
-    assert (ordered[:, 1:] != ordered[:, :-1]).all()
-    assert idx.min() >= 0
-    assert idx.max() < 32
-    remote = idx // (32 // world) != rank
-    assert abs(float(remote.float().mean()) - share) < 0.02
-    counts = torch.bincount(idx[remote], minlength=32).float()
-    if share > 0.1:
-        others = counts[counts > 0]
-        assert len(others) == 32 - 32 // world
-        assert others.max() < 1.3 * others.mean()
-
-
 def test_refusals(tmp_path: Path) -> None:
-    generator = torch.Generator()
-    with pytest.raises(XStageError, match=r"share: 1\.5"):
-        study.draw(4, 32, 5, 1.5, 0, 2, generator)
-    with pytest.raises(XStageError, match="at least top_k = 5"):
-        study.draw(4, 8, 5, 0.5, 0, 2, generator)
     with pytest.raises(XStageError, match="groups: 'all'"):
         study.run(str(tmp_path / "r.json"), groups=["all"])
     with pytest.raises(XStageError, match="shape: 'GPT'"):

@@ -20,18 +20,13 @@ SIZES = [(512, 512), (1024, 512), (768, 1024), (256, 512), (2048, 1536), (4096, 
 
 def work_table(loads: list[int], columns: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     """(tile_expert, work, entries) of experts with so many row tiles each: any order of entries will do."""
+    from xstage.moe import work_table as wt
+
     expert = [e for e, tiles in enumerate(loads) for _ in range(tiles)]
-    entries, m = [], 0
-    for tiles in loads:
-        for unit in range(m, m + tiles, 2):
-            alone = unit + 1 == m + tiles
-            for n in range(0, columns // 256, 2 if alone else 1):
-                shared, apart = unit << 12 | n << 1 | 1, unit << 12 | n << 1
-                entries.append((shared, shared + 2) if alone else (apart, apart + (1 << 12)))
-        m += tiles
+    entries = wt.work_table(loads, columns // wt.TILE_COLUMNS)
     random.Random(1).shuffle(entries)
-    flat = [word for entry in entries for word in entry] or [0]
-    return torch.tensor(expert or [0], dtype=torch.int32, device="cuda"), torch.tensor(flat, dtype=torch.int32, device="cuda"), len(entries)
+    expert_of, words = (torch.tensor(words, dtype=torch.int32, device="cuda").view(-1) for words in (expert or [0], entries or [(0, 0)]))
+    return expert_of, words, len(entries)
 
 
 def problem(loads: list[int], k: int, n: int, spare: int = 1, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -6,11 +6,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 
-def bf16_pair(low: Float32, high: Float32) -> Int32:
-    """Two float32 rounded to bf16, `low` in the low half."""
-    return cute.arch.inline_ptx("cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[high, low])
-
-
 def e4m3_quad(a: Float32, b: Float32, c: Float32, d: Float32) -> Int32:
     """Four float32 rounded to fp8 e4m3, saturating, NaN kept; `a` in the lowest byte."""
     return cute.arch.inline_ptx(

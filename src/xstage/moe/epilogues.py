@@ -26,6 +26,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from xstage.device import registers
+from xstage.device.floats import pack_bf16
 from xstage.device.stores import prefetch_l1, store_16
 
 E4M3_MAX, SMALLEST_SCALE = 448.0, 2.0**-126
@@ -80,7 +81,7 @@ class Epilogue:
         lane, row = self.lane, self.row + self.lane % 16
         for pair in cutlass.range_constexpr(8):
             at = [((r, 2 * pair + j), 0, 0) for j in range(2) for r in range(2)]
-            words = [registers.bf16_pair(sums[((0, *first), *rest)], sums[((1, *first), *rest)]) for first, *rest in at]
+            words = [pack_bf16(sums[((0, *first), *rest)], sums[((1, *first), *rest)]) for first, *rest in at]
             registers.store_matrices(self._piece(row, 2 * pair + lane // 16), *words)
 
     @cute.jit

@@ -7,7 +7,7 @@
 
 `dispatch` is five kernels: count, plan (which meets the peers in its middle: `counted`), dispatch, a meeting (`dispatched`), arrange.
 `combine` is two: a meeting (`combined`), reduce. Nothing waits on the host, shapes are fixed, counts live on the device: legal in CUDA
-graphs whose routing changes between replays. Call both once with the same dtypes before a capture, or `prepare`: kernels are compiled then.
+graphs whose routing changes between replays. Call both once with the same dtypes before a capture: kernels are compiled then.
 
 One buffer serves every call. Call g + 1 overwrites nothing that call g still reads:
 
@@ -229,11 +229,6 @@ class Exchange:
         r = self.layout.region(region)
         whole = self._buffer.view(r.offset_bytes, (r.rows, r.row_bytes), torch.uint8, rank)
         return whole[:, : r.columns * ITEM_BYTES[r.dtype]].view(getattr(torch, r.dtype))
-
-    def prepare(self, index_dtype: torch.dtype, row_dtype: torch.dtype) -> None:
-        """Compile the kernels for picks and rows of these dtypes; a few seconds the first time in a process."""
-        for compiled, arguments in kernels(self.layout, self.intermediate, self.order, index_dtype == torch.int64, _ROWS[row_dtype]):
-            compiled(*arguments)
 
     def dispatch(self, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> None:
         """Send every row to the experts that were picked for it, and wait on the stream for the peers' rows. Then come the GEMMs.

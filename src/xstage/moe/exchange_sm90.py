@@ -33,6 +33,7 @@ from xstage.device.meeting import FAILED, PEERS, RANK, fake_words
 from xstage.device.stores import store_4, store_16
 from xstage.moe.layout import CHUNK_TOKENS, BufferLayout
 from xstage.moe.plan_sm90 import TILES, expert_of, fake_int32, load_pick
+from xstage.moe.send_sm90 import copy_row
 from xstage.moe.work_table import TILE_ROWS
 
 WARP_COLUMNS = 512  # columns that a warp moves at a time: 16 e4m3 bytes a lane
@@ -199,11 +200,7 @@ class Fetch(_Kernel):
             store_16(at + scale, *load_16_once(source + self.offset["staged_scales"] + Int64(token) * (self.scales * 4) + scale))
         here = source + self.offset["staged"] + Int64(token) * self.hidden + lane * 16
         there = buffer + self.offset["activations"] + Int64(row) * self.hidden + lane * 16
-        for column in cutlass.range(0, self.hidden, WARP_COLUMNS * _FLIGHT, unroll=1):
-            pieces = [load_16_once(here + cutlass.min(column + WARP_COLUMNS * i, self.hidden - WARP_COLUMNS)) for i in range(_FLIGHT)]
-            for i in cutlass.range_constexpr(_FLIGHT):
-                if column + WARP_COLUMNS * i < self.hidden:
-                    store_16(there + column + WARP_COLUMNS * i, *pieces[i])
+        copy_row(here, there, self.hidden, _FLIGHT)
 
 
 class Stage(Dispatch):

@@ -1,4 +1,4 @@
-"""From the picks of every token to the row of every (token, pick) pair at its expert's rank, and back.
+"""From the picks of every token to the row of every (token, pick) pair at its expert's rank.
 
 Everything but `check` and `draw` is tensor operations of fixed shape on the device of its input, without a look at the values from
 the host: legal in a CUDA graph whose routing changes between replays. `xstage.moe.layout` says in which order rows lie.
@@ -84,14 +84,6 @@ def place(topk_idx: torch.Tensor, counts: torch.Tensor, me: int, tile: int) -> P
     first = offsets(counts, tile)[:, :-1].flatten() + counts[:me].sum(0, dtype=torch.int32)
     rank = expert // (experts // ranks)
     return Placement(position, torch.where(masked, -1, rank).to(torch.int32), torch.where(masked, -1, first[expert] + position))
-
-
-def invert(row: torch.Tensor, rows: int) -> torch.Tensor:
-    """int32 [rows]: the pair (token · top_k + pick) in each of a rank's rows, from `row` [tokens, top_k]; −1 where there is none."""
-    flat = row.flatten().long()
-    pair = torch.arange(len(flat), dtype=torch.int32, device=row.device)
-    inverse = torch.full((rows + 1,), -1, dtype=torch.int32, device=row.device)
-    return inverse.scatter_(0, torch.where(flat < 0, rows, flat), pair)[:rows]
 
 
 def check(topk_idx: torch.Tensor, experts: int) -> None:

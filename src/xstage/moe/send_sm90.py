@@ -29,6 +29,16 @@ _FLIGHT = 4  # pieces of a row that a lane loads before it stores
 _TILE = 128
 
 
+@cute.jit
+def copy_row(source: Int64, target: Int64, size: cutlass.Constexpr[int], flight: cutlass.Constexpr[int]) -> None:
+    """A warp copies `size` bytes, a multiple of 512. source, target: of the lane's 16 bytes. flight: pieces loaded before one is stored."""
+    for offset in cutlass.range(0, size, 512 * flight, unroll=1):
+        pieces = [load_16(source + cutlass.min(offset + 512 * i, size - 512)) for i in range(flight)]
+        for i in cutlass.range_constexpr(flight):
+            if offset + 512 * i < size:
+                store_16(target + offset + 512 * i, *pieces[i])
+
+
 class Sender:
     """Args: layout: of the buffers, `direct`."""
 
@@ -76,11 +86,7 @@ class Sender:
             for r in cutlass.range(count, unroll=1):
                 source = x + Int64(cute.arch.shuffle_sync(token, r)) * self.hidden + lane * 16
                 target = buffer + self.offset["activations"] + Int64(row + r) * self.hidden + lane * 16
-                for column in cutlass.range(0, self.hidden, 512 * _FLIGHT, unroll=1):
-                    pieces = [load_16(source + cutlass.min(column + 512 * i, self.hidden - 512)) for i in range(_FLIGHT)]
-                    for i in cutlass.range_constexpr(_FLIGHT):
-                        if column + 512 * i < self.hidden:
-                            store_16(target + column + 512 * i, *pieces[i])
+                copy_row(source, target, self.hidden, _FLIGHT)
             cute.arch.sync_warp()
             if lane == 0:
                 arrived = buffer + self.offset["arrived"]

@@ -92,25 +92,6 @@ class Layer:
 Extra = Callable[[Layer], Mapping[str, Mapping[str, Callable[[], Any]]]]
 
 
-def draw(tokens: int, experts: int, top_k: int, share: float, rank: int, world: int, generator: torch.Generator) -> torch.Tensor:
-    """int64 [tokens, top_k] on the generator's device: distinct experts, even inside and outside the rank, each pick remote with `share`.
-
-    Raises:
-        XStageError: share outside 0 … 1, or fewer experts on a rank than picks.
-    """
-    here = experts // world
-    if not 0 <= share <= 1:
-        raise XStageError(f"share: {share} must lie in 0 … 1")
-    if here < top_k or experts - here < top_k:
-        raise XStageError(f"experts: {here} on a rank and {experts - here} elsewhere; each must be at least top_k = {top_k}")
-    device = generator.device
-    remote = (torch.rand(tokens, top_k, device=device, generator=generator) < share).sum(1, keepdim=True)
-    local = torch.rand(tokens, here, device=device, generator=generator).topk(top_k).indices + rank * here
-    other = torch.rand(tokens, experts - here, device=device, generator=generator).topk(top_k).indices
-    other += (other >= rank * here) * here
-    return torch.where(torch.arange(top_k, device=device) < remote, other, local)
-
-
 def sent_bytes(pairs: int, arrived: int, hidden: int) -> int:
     """Bytes that leave a rank: `pairs` rows to other ranks with scales and sources, results of `arrived` rows back to other ranks."""
     return pairs * (hidden + 4 * hidden // quantize.BLOCK + 16) + arrived * 2 * hidden
@@ -305,7 +286,7 @@ def _pipeline(moe: MegaMoE, order: str) -> KernelPipeline:
 
 def _layer(moe: MegaMoE, model: MoEShape, tokens: int, share: float, orders: dict[str, KernelPipeline], pull: Exchange) -> Layer:
     generator = torch.Generator(device=moe.device).manual_seed(1 + moe.rank)
-    idx = draw(tokens, model.experts, model.top_k, share, moe.rank, moe.world, generator)
+    idx = routing.draw_remote(tokens, model.experts, model.top_k, ranks=moe.world, me=moe.rank, share=share).to(moe.device)
     x = torch.randn(tokens, model.hidden, device=moe.device, generator=generator, dtype=torch.bfloat16)
     q, scales = quantize.quantize_activations(x)
     weights = torch.rand(tokens, model.top_k, device=moe.device, generator=generator) / model.top_k
