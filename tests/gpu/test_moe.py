@@ -215,7 +215,7 @@ def poisoned(options: argparse.Namespace) -> None:
     problem = Problem(*MIDDLE)
     with problem.make() as moe:
         for turn, kind in enumerate(KINDS):
-            mine = problem.tokens(RANK, 600 - 77 * turn if RANK else 31 * turn, kind, turn)
+            mine = problem.tokens(RANK, 600 - 70 * turn if RANK else 31 * turn, kind, turn)
             first = moe(*mine)
             poison(moe)
             assert everywhere(torch.equal(moe(*mine), first)), kind
@@ -355,7 +355,7 @@ def fallback(options: argparse.Namespace) -> None:
             q, scales = quantize.quantize_activations(x)
             assert everywhere(max(problem.errors(moe(q, idx, weights, x_scales=scales), x, idx, weights)) <= 2), kind
         bad = problem.tokens(RANK, 101 if RANK == WORLD - 1 else 5, "even", 1)
-        with pytest.raises(XStageError, match=f"{'' if RANK == WORLD - 1 else f'rank {WORLD - 1} refused its arguments: '}x: 201 tokens"):
+        with pytest.raises(XStageError, match=f"{'' if RANK == WORLD - 1 else f'rank {WORLD - 1} refused its arguments: '}x: 101 tokens"):
             moe(*bad)
         assert everywhere(torch.equal(moe(x, idx, weights), y))
 
