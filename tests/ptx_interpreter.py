@@ -11,10 +11,10 @@ threads. So what is wrong in a kernel's index arithmetic, or for want of a barri
 aligned, and threads that wait for each other for ever, are errors.
 
 Covered: integers, float32 sums and quotients, conversions to bf16 and e4m3, global and shared memory, warps whose 32 lanes all take part,
-one barrier that all threads of a CTA come to. Everything else is refused when a kernel is translated.
+one barrier that all threads of a CTA come to, bulk copies with an mbarrier of one arrival (they are over at once). Everything else is refused when a kernel is translated.
 
 Not covered: the order of memory (every store is seen at once by everybody), timing (`%globaltimer` moves when it is read), CTAs that
-wait for each other (those of a grid run one after the other), asynchronous copies, matrix instructions, clusters, which bits of a NaN
+wait for each other (those of a grid run one after the other), copies that are late, matrix instructions, clusters, which bits of a NaN
 the hardware makes.
 """
 
@@ -39,7 +39,7 @@ _SPECIAL = {
     "%globaltimer": "clock()", "__dynamic_shmem__0": "0",
 }  # fmt: skip
 _STATEMENT = re.compile(r"\s*(?:(?P<brace>[{}])|(?P<label>[$\w]+):(?!:)|(?P<text>[^;]+);)")
-_INSTRUCTION = re.compile(r"(?:@(?P<negated>!?)(?P<predicate>%p\d+)\s+)?(?P<name>[\w.:]+)\s*(?P<operands>.*)", re.DOTALL)
+_INSTRUCTION = re.compile(r"(?:@(?P<negated>!?)(?P<predicate>%p\d+|P1)\s+)?(?P<name>[\w.:]+)\s*(?P<operands>.*)", re.DOTALL)
 
 
 class PtxError(Exception):
@@ -172,6 +172,10 @@ def _action(words: list[str], arguments: list[str]) -> str:
         return "yield 'cta',"
     if words == ["bar", "warp", "sync"] and arguments == ["-1"]:
         return "yield 'warp',"
+    if kind == "mbarrier" or words[:3] == ["cp", "async", "bulk"]:
+        return _copying(words, arguments)
+    if kind in ("nanosleep", "fence"):
+        return "yield" if kind == "nanosleep" else "pass"
     to = _operand(arguments[0], bits)
     mask, wide = (1 << bits) - 1, (1 << 2 * bits) - 1
     plain = [_operand(argument, bits) for argument in arguments[1:]]
@@ -256,6 +260,55 @@ def _access(words: list[str], arguments: list[str], bits: int) -> str:
         expected, value = (_operand(argument, bits) for argument in arguments[2:])
         return f"{_operand(arguments[0], bits)} = {space}.compare_and_swap({_address(arguments[1])}, {size}, {expected}, {value})"
     raise ValueError
+
+
+def _copying(words: list[str], arguments: list[str]) -> str:
+    """Bulk copies, which are over at once, and the mbarriers that count their bytes."""
+    if words[1] == "init" or words[1:3] == ["arrive", "expect_tx"]:
+        word, number = (arguments[0], arguments[1]) if words[1] == "init" else (arguments[1], arguments[2])
+        return f"{words[1]}_barrier(shared, {_address(word)}, {_operand(number, 32)})"
+    if words[1:3] == ["try_wait", "parity"]:
+        return f"yield; {_operand(arguments[0], 1)} = shared.load({_address(arguments[1])}, 8) >> 32 & 1 != {_operand(arguments[2], 32)}"
+    if words[3] in ("commit_group", "wait_group"):
+        return "pass"
+    to, source = _address(arguments[0]), _address(arguments[1])
+    size = _operand(arguments[2], 32)
+    if words[3].startswith("shared"):
+        return f"copy(memory, {source}, shared, {to}, {size}); complete(shared, {_address(arguments[3])}, {size})"
+    return f"copy(shared, {source}, memory, {to}, {size})"
+
+
+# A barrier's word: phase << 32 | bytes that are expected. One thread arrives in a phase, so all that is awaited are bytes.
+
+
+def init_barrier(shared: Memory, word: int, arrivals: int) -> None:
+    if arrivals != 1:
+        raise PtxError(f"mbarrier of {arrivals} arrivals: only one is covered")
+    shared.store(word, 8, 0)
+
+
+def arrive_barrier(shared: Memory, word: int, size: int) -> None:
+    if shared.load(word, 8) & 0xFFFFFFFF:
+        raise PtxError("mbarrier: an arrival before the last phase was over")
+    shared.add(word, 8, size)
+
+
+def complete(shared: Memory, word: int, size: int) -> None:
+    expected = shared.load(word, 8)
+    if expected & 0xFFFFFFFF < size:
+        raise PtxError(f"mbarrier: {size} bytes came, {expected & 0xFFFFFFFF} were expected")
+    expected -= size
+    shared.store(word, 8, expected if expected & 0xFFFFFFFF else expected + (1 << 32))
+
+
+def copy(source: Memory, at: int, target: Memory, to: int, size: int) -> None:
+    """A bulk copy."""
+    if size % 16:
+        raise PtxError(f"bulk copy of {size} bytes; it must be a multiple of 16")
+    for i in range(0, size, 8):
+        if i % 16 == 0:
+            source.load_vector(at + i, 8, 2)  # is aligned to 16
+        target.store(to + i, 8, source.load(at + i, 8))
 
 
 # ---- threads

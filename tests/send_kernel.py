@@ -1,4 +1,4 @@
-"""A kernel that sends a rank's rows and does nothing else: `send_sm90.Sender` with one warp per CTA."""
+"""A kernel that sends a rank's rows and does nothing else: `send_sm90.Sender` with one warp per CTA, beside a Linear-1 that stands still."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from functools import cache
 from typing import Any
 
 import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, Uint8
+from cutlass.memory import SmemAllocator
 
+from xstage.device import registers
 from xstage.device.meeting import fake_words
 from xstage.moe.layout import BufferLayout
-from xstage.moe.send_sm90 import Sender
+from xstage.moe.send_sm90 import MOST_SLOTS, SLOT_BYTES, Sender
 
 
 class Send:
@@ -33,7 +36,20 @@ class Send:
 
     @cute.kernel
     def kernel(self, items: Int64, pairs: Int64, weights: Int64, x: Int64, x_scales: Int64, call: cute.Tensor):
-        self.sender.run((items, pairs, weights, x, x_scales), call, cute.arch.block_idx()[0], cute.arch.grid_dim()[0])
+        smem = SmemAllocator()
+        barriers = smem.allocate_array(Int64, MOST_SLOTS)
+        progress = smem.allocate_array(Int32, 1)
+        slots = smem.allocate_array(Uint8, SLOT_BYTES, byte_alignment=128)
+        if cute.arch.thread_idx()[0] == 0:
+            for i in cutlass.range_constexpr(MOST_SLOTS):
+                cute.arch.mbarrier_init(barriers + i, 1)
+            registers.store_shared_32(Int32(progress.toint()), Int32(0))
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_warp()
+        memory, pace = (Int32(slots.toint()), barriers), (Int32(progress.toint()), Int32(40), Int32(8))
+        self.sender.run(
+            (items, pairs, weights, x, x_scales), call, cute.arch.block_idx()[0], cute.arch.grid_dim()[0], memory, pace
+        )
 
 
 @cache

@@ -110,7 +110,8 @@ def test_a_warp_meets_before_it_counts_the_rows_that_it_sent() -> None:
 
     ptx = machine_code.of(compiled_send(replace(ODD, direct=True)))["ptx"]
     # The interpreter cannot see this: without it the count of one lane would not come after the stores of the others.
-    assert "bar.warp.sync" in ptx[ptx.rindex("st.global.v4.b32") : ptx.index("red.release.sys")]
+    last = ptx[ptx.rindex("cp.async.bulk.global") : ptx.index("red.release.sys")]
+    assert re.search(r"wait_group 0.*bar\.warp\.sync", last, re.DOTALL)
     assert ptx.count("red.release.sys.global.add.u32") == 2
 
 

@@ -156,6 +156,17 @@ def test_interleave_gives_a_thread_gate_and_up_of_four_outputs() -> None:
     assert torch.equal(qz.interleave_gate_up(qz.separate_gate_up(w)), w)
 
 
+def test_thread_order_gives_a_thread_eight_results_in_a_row() -> None:
+    rows = torch.arange(64)[:, None].expand(-1, 3)
+    mixed = qz.thread_order(rows)[:, 0].view(-1, 4, 4, 2)  # [of 32 rows, column block of 8, thread of four, two columns]
+    for group in range(2):
+        for thread in range(4):
+            assert mixed[group, :, thread].flatten().tolist() == [group * 32 + 8 * thread + i for i in range(8)]
+    w = torch.randn(2, 96, 5)
+    assert torch.equal(qz.from_thread_order(qz.thread_order(w)), w)
+    assert torch.equal(qz.thread_order(qz.from_thread_order(w)), w)
+
+
 def test_refusals() -> None:
     with pytest.raises(XStageError, match="multiples of 128"):
         qz.quantize_activations(torch.zeros(2, 100))

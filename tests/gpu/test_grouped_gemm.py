@@ -57,11 +57,14 @@ def exact(p: dict[str, torch.Tensor], loads: list[int], dtype: torch.dtype = tor
     return torch.cat(parts)
 
 
-def arguments(p: dict[str, torch.Tensor], mixed: bool) -> list[torch.Tensor]:
+def arguments(p: dict[str, torch.Tensor], order: str = "natural") -> list[torch.Tensor]:
+    """order of the weight's rows: `natural`, `gate_up` mixed, `threads`."""
     from xstage.moe import quantize
 
     w, scales = p["w"].view(torch.uint8), p["w_scales"].transpose(1, 2).contiguous()
-    if mixed:
+    if order == "threads":
+        w = quantize.thread_order(w)
+    if order == "gate_up":
         w = quantize.interleave_gate_up(w)
         scales = scales.unflatten(2, (2, -1)).transpose(2, 3).contiguous()
     return [p["a"].view(torch.uint8), p["a_scales"].T.contiguous(), w, scales, p["tile_expert"], p["work"], p["totals"]]
@@ -87,12 +90,12 @@ def test_product_and_rows_to_slots(k: int, n: int) -> None:
         p = problem(loads, k, n, seed=seed)
         true = exact(p, loads)
         out = torch.full((p["a"].shape[0], n), torch.nan, dtype=torch.bfloat16, device="cuda")
-        grouped_gemm.plain(*arguments(p, False), out)
+        grouped_gemm.plain(*arguments(p), out)
         used = 128 * sum(loads)
         assert relative(out[:used], true) < 2 * relative(true.bfloat16(), true)
         assert out[used:].isnan().all()
         again = torch.full_like(out, torch.nan)
-        grouped_gemm.plain(*arguments(p, False), again)
+        grouped_gemm.plain(*arguments(p), again)
         assert torch.equal(again[:used], out[:used])
 
         # Rows in a random order, some to nowhere.
@@ -102,7 +105,7 @@ def test_product_and_rows_to_slots(k: int, n: int) -> None:
         keep = torch.rand(used, device="cuda") < 0.9
         row_slot = torch.zeros(p["a"].shape[0], dtype=torch.int64, device="cuda")
         row_slot[:used] = torch.where(keep, address, 0)
-        grouped_gemm.rows(*arguments(p, False), row_slot)
+        grouped_gemm.rows(*arguments(p, "threads"), row_slot)
         want = torch.full_like(slots, torch.nan)
         want[place[keep]] = out[:used][keep]
         assert torch.equal(slots.view(torch.int16), want.view(torch.int16))
@@ -124,7 +127,7 @@ def test_swiglu(k: int, n: int, clamp: float | None) -> None:
         weight = torch.rand(rows, device="cuda")
         middle = torch.full((rows, n // 2), 0xFF, dtype=torch.uint8, device="cuda")
         scales = torch.full((n // 256, rows), torch.nan, device="cuda")
-        grouped_gemm.swiglu(*arguments(p, True), weight, middle, scales, clamp)
+        grouped_gemm.swiglu(*arguments(p, "gate_up"), weight, middle, scales, clamp)
         got = quantize.dequantize_activations(middle.view(torch.float8_e4m3fn)[:used], scales.T[:used], torch.float64)
         true = swiglu(exact(p, loads), clamp) * weight[:used, None].double()
         elements, torch_scales = quantize.quantize_activations(swiglu(exact(p, loads, torch.float32), clamp))
@@ -147,7 +150,7 @@ def test_both_layers_in_one_kernel(k: int, n: int, name: str) -> None:
     for seed in range(3):
         loads = [draw.randint(0, 5) for _ in range(draw.choice([3, 40]))] + [1]
         p, q = problem(loads, k, n, seed=seed), problem(loads, n // 2, k, seed=seed + 100)
-        one, two = arguments(p, True), arguments(q, False)
+        one, two = arguments(p, "gate_up"), arguments(q, "threads")
         rows, tiles = p["a"].shape[0], sum(loads)
         weight = torch.rand(rows, device="cuda")
         out = torch.full((2, rows, k), torch.nan, dtype=torch.bfloat16, device="cuda")
@@ -170,7 +173,7 @@ def test_both_layers_in_one_kernel(k: int, n: int, name: str) -> None:
             grouped_gemm.both(*given, middle[1], scales[1], slots[1], (ready, control, call))
             torch.cuda.synchronize()
             assert status.item() == 0
-            assert (ready[:tiles] == 2 * (n // 256)).all()
+            assert (ready[:tiles] == n // 256).all()
             assert torch.equal(middle[0], middle[1])
             assert torch.equal(out[0, : 128 * tiles].view(torch.int16), out[1, : 128 * tiles].view(torch.int16))
 
@@ -179,7 +182,7 @@ def test_not_finite_stays_visible_and_alone() -> None:
     from xstage.moe import grouped_gemm, quantize
 
     p = problem([1], 512, 512)
-    arguments_ = arguments(p, True)
+    arguments_ = arguments(p, "gate_up")
     weight = torch.ones(256, device="cuda")
     weight[3], weight[5], weight[7] = torch.inf, torch.nan, 0.0
     middle = torch.zeros(256, 256, dtype=torch.uint8, device="cuda")
@@ -198,7 +201,7 @@ def test_no_work() -> None:
     p = problem([1], 512, 512)
     p["totals"].zero_()
     out = torch.full((256, 512), 3.0, dtype=torch.bfloat16, device="cuda")
-    grouped_gemm.plain(*arguments(p, False), out)
+    grouped_gemm.plain(*arguments(p), out)
     torch.cuda.synchronize()
     assert (out == 3.0).all()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Int64
+from cutlass import Int32, Int64
 
 
 @cute.jit
@@ -16,6 +16,12 @@ def ticks() -> Int64:
 def now_ns() -> Int64:
     """`%globaltimer`: nanoseconds common to all SMs of a GPU; steps by 32 ns on the GPUs measured so far."""
     return cute.arch.globaltimer()
+
+
+@cute.jit
+def sleep_ns(duration: Int32) -> None:
+    """Leave the SM's issue slots to other warps for about `duration` nanoseconds, at most 2 · duration."""
+    cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[duration])
 
 
 @cute.jit

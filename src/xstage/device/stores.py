@@ -42,6 +42,15 @@ def bulk_store(address: Int64, shared_address: Int32, size: Int32) -> None:
 
 
 @cute.jit
+def bulk_load(shared_address: Int32, address: Int64, size: Int32, barrier_address: Int32) -> None:
+    """Ask the copy engine for `size` bytes (a multiple of 16) of this GPU's memory; the mbarrier at `barrier_address` counts them."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[shared_address, address, size, barrier_address],
+    )
+
+
+@cute.jit
 def bulk_commit() -> None:
     """Close the calling thread's group of bulk stores."""
     cute.arch.inline_ptx("cp.async.bulk.commit_group;")

@@ -10,8 +10,8 @@ common bank.
   holds gate and up as `quantize.interleave_gate_up` mixes them: 256 columns are the gate and up of 128 outputs, and a thread has four
   outputs in a row. silu(g) = h + h · tanh(h) with h = g / 2: one special-function instruction instead of two, and its error of 2⁻¹¹ is far
   below fp8's.
-* `RowsToSlots`: bf16 rows, each to the address in a table, local or a peer's, by 16-byte stores of the math warps. A warp stages and
-  stores its own 16 rows, and waits for nobody.
+* `RowsToSlots`: bf16 rows, each to the address in a table, local or a peer's, by 16-byte stores of the math warps, from registers. The
+  weight's rows are mixed so that this is possible; a warp stores its own 16 rows, and waits for nobody.
 
 Not covered: float32 results, bulk-engine stores of rows.
 """
@@ -132,6 +132,7 @@ class SwigluFp8(Epilogue):
     """
 
     alternating = True
+    staging_bytes = 16 * 1024
 
     def __init__(self, clamp: float | None = None, handed: bool = False) -> None:
         self.clamp, self.handed = clamp, handed
@@ -139,7 +140,7 @@ class SwigluFp8(Epilogue):
     def descriptors(self, outputs: Any) -> Any:
         middle, scales, weight = outputs
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Uint8)
-        return (*_descriptor(cute.tile_to_shape(atom, (64, 128, 4), (0, 1, 2)), middle, (64, 128)), scales, weight)
+        return (*_descriptor(cute.tile_to_shape(atom, (64, 128, 2), (0, 1, 2)), middle, (64, 128)), scales, weight)
 
     def begin(self, staging: Any, thread: Int32, outputs: Any) -> None:
         Epilogue.begin(self, staging, thread, outputs)
@@ -169,12 +170,14 @@ class SwigluFp8(Epilogue):
 
     @cute.jit
     def store_staged(self, m: Int32, n: Int32) -> None:
-        """A store warp's part: one tile, until its elements are in memory; its scales were written by the math warps."""
-        cute.arch.barrier(barrier_id=STAGED + self.group, number_of_threads=160)
-        cute.copy(self.outputs[0], self.source[(None, self.group * 2)], self.target[(None, m * 2 + self.group, n)])
+        """The store warp's part: one tile, until its elements are in memory; its scales were written by the math warps."""
+        for group in cutlass.range_constexpr(2):
+            cute.arch.barrier(barrier_id=STAGED + group, number_of_threads=160)
+            cute.copy(self.outputs[0], self.source[(None, group)], self.target[(None, m * 2 + group, n)])
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.barrier_arrive(barrier_id=FREE + self.group, number_of_threads=160)
+        for group in cutlass.range_constexpr(2):
+            cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=160)
         cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     @cute.jit
@@ -187,8 +190,7 @@ class SwigluFp8(Epilogue):
         """A scale per row over both halves, elements in fp8, and both on their way to memory."""
         if const_expr(not self.handed):
             self.end()
-        # With a store warp too: other warps of this warpgroup may still be reading what `RowsToSlots` staged.
-        self._meet()
+            self._meet()
         quarter = self.lane % 4
         weights = [self.outputs[4][self._row(m, r)] for r in range(2)]
         for r in cutlass.range_constexpr(2):
@@ -216,7 +218,7 @@ class SwigluFp8(Epilogue):
                     values = [sums[((e, r, 4 * t + 2 * s), 0, 0)] * inverse for s in range(2) for e in range(2)]
                     piece = (4 * half + t) ^ (row % 8)
                     registers.store_shared_32(
-                        self.base + self.group * 16384 + row * 128 + piece * 16 + quarter * 4, registers.e4m3_quad(*values)
+                        self.base + self.group * 8192 + row * 128 + piece * 16 + quarter * 4, registers.e4m3_quad(*values)
                     )
             if quarter == 0:
                 self.outputs[3][n, self._row(m, r)] = scale * weights[r]
@@ -226,7 +228,7 @@ class SwigluFp8(Epilogue):
         else:
             self._meet()
             if self.leads:
-                cute.copy(self.outputs[0], self.source[(None, self.group * 2)], self.target[(None, m * 2 + self.group, n)])
+                cute.copy(self.outputs[0], self.source[(None, self.group)], self.target[(None, m * 2 + self.group, n)])
                 cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
@@ -243,7 +245,13 @@ class SwigluFp8(Epilogue):
 
 
 class RowsToSlots(Epilogue):
-    """outputs: int64 [rows], the address of a row's N bf16 results; 0: nobody wants it."""
+    """outputs: int64 [rows], the address of a row's N bf16 results; 0: nobody wants it.
+
+    The weight's rows lie in `quantize.thread_order`, so that a thread has 16 contiguous bytes of a row, four threads 64. Threads of two
+    neighbouring rows swap pieces, and every instruction stores 128 contiguous bytes of four rows.
+    """
+
+    staging_bytes = 1024
 
     @cute.jit
     def warm(self, m: Int32) -> None:
@@ -252,19 +260,32 @@ class RowsToSlots(Epilogue):
     @cute.jit
     def half(self, i: cutlass.Constexpr[int], first: cute.Tensor, second: cute.Tensor, m: Int32, n: Int32) -> None:
         sums = second if const_expr(i == 1) else first
-        self._stage_bf16(sums)
+        quarter, row = self.lane % 4, self.lane // 4
+        odd = row % 2 == 1
+        upper_row = m * 128 + self.group * 64 + self.row + row // 2 * 2
+        for r in cutlass.range_constexpr(2):
+            upper, lower = self.outputs[upper_row + 8 * r], self.outputs[upper_row + 8 * r + 1]
+            for t in cutlass.range_constexpr(0, 4, 2):
+                left, right = self._piece_of(sums, r, t), self._piece_of(sums, r, t + 1)
+                pairs = list(zip(left, right, strict=True))
+                # A thread keeps the piece that stands where it will store, and gives the other to its neighbour.
+                own = [_select(odd, b, a) for a, b in pairs]
+                other = [cute.arch.shuffle_sync_bfly(_select(odd, a, b), 4) for a, b in pairs]
+                at = Int64(n * 512 + i * 256 + t * 64 + row % 2 * 64 + quarter * 16)
+                pairs = list(zip(own, other, strict=True))
+                if upper != 0:
+                    store_16(upper + at, *[_select(odd, b, a) for a, b in pairs])
+                if lower != 0:
+                    store_16(lower + at, *[_select(odd, a, b) for a, b in pairs])
         sums.fill(0.0)
-        cute.arch.sync_warp()
-        column, start = self.lane % 16, self.row + self.lane // 16
-        offset = Int64(n * 512 + i * 256 + column * 16)
-        for batch in cutlass.range_constexpr(2):
-            rows = [start + 2 * (4 * batch + k) for k in range(4)]
-            slots = [self.outputs[m * 128 + self.group * 64 + row] for row in rows]
-            for k in cutlass.range_constexpr(4):
-                words = registers.load_shared_16(self._piece(rows[k], column))
-                if slots[k] != 0:
-                    store_16(slots[k] + offset, *words)
-        cute.arch.sync_warp()  # the next half overwrites what was read here
+
+    def _piece_of(self, sums: cute.Tensor, r: int, t: int) -> list[Int32]:
+        """This thread's results 32 t + 8 q … of row r of its two, as bf16."""
+        return [pack_bf16(sums[((0, r, 4 * t + j), 0, 0)], sums[((1, r, 4 * t + j), 0, 0)]) for j in range(4)]
+
+
+def _select(condition: Any, a: Int32, b: Int32) -> Int32:
+    return Int32(cutlass.select_(condition, a, b))
 
 
 def _descriptor(boxes: Any, tensor: Any, shape: tuple[int, int]) -> Any:

@@ -33,12 +33,21 @@ from xstage.device.meeting import FAILED, PEERS, RANK, fake_words
 from xstage.device.stores import store_4, store_16
 from xstage.moe.layout import CHUNK_TOKENS, BufferLayout
 from xstage.moe.plan_sm90 import TILES, expert_of, fake_int32, load_pick
-from xstage.moe.send_sm90 import copy_row
 from xstage.moe.work_table import TILE_ROWS
 
 WARP_COLUMNS = 512  # columns that a warp moves at a time: 16 e4m3 bytes a lane
 _BLOCK = 128  # columns of one scale
 _FLIGHT = 8  # pieces of a row that a lane has under way
+
+
+@cute.jit
+def copy_row(source: Int64, target: Int64, size: cutlass.Constexpr[int], flight: cutlass.Constexpr[int]) -> None:
+    """A warp copies `size` bytes, a multiple of 512. source, target: of the lane's 16 bytes. flight: pieces loaded before one is stored."""
+    for offset in cutlass.range(0, size, 512 * flight, unroll=1):
+        pieces = [load_16(source + cutlass.min(offset + 512 * i, size - 512)) for i in range(flight)]
+        for i in cutlass.range_constexpr(flight):
+            if offset + 512 * i < size:
+                store_16(target + offset + 512 * i, *pieces[i])
 
 
 class _Kernel:

@@ -15,9 +15,9 @@ under the second half's last wgmma.
 
 One layer, or both of a MoE layer, each with its table; every cluster, and in it every role, walks both with `tile_order`'s rule, and a
 Linear-2 entry comes when the cluster's Linear-1 cursor has come as far as the entry's reach (`work_table`). Then a row tile of Linear-1's
-output is ready when `ready[tile]` has counted both warpgroups of all its column tiles:
+output is ready when `ready[tile]` has counted all its column tiles:
 
-1. The math warps stage a tile in shared memory, write its scales, and hand it to their warpgroup's store warp (named barrier `STAGED`).
+1. The math warps stage a tile in shared memory, write its scales, and hand it to the store warp (a named barrier `STAGED` per warpgroup).
 2. The store warp copies it to memory, says that the staging is free (`FREE`), waits until the copy is complete, and adds one
    (`red.release.gpu`). No math warp waits for a copy, and what a tile is waited for by never waits for anything but that copy: were the
    count added by the math warps, later, it would wait for their next tile's loads, which may wait for another warpgroup's count.
@@ -46,14 +46,16 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from xstage.device import signals
+from xstage.device import registers, signals
 from xstage.device.meeting import FAILED, GENERATION, RANK, STATUS_ADDRESS, TIMEOUT_NS
 from xstage.moe.layout import ARRIVED, LINEAR1
+from xstage.moe.send_sm90 import MOST_SLOTS, SLOT_BYTES
 from xstage.tile_order import NO_LAG, takes_linear2
 
 TILE_M, TILE_N, TILE_K = 128, 256, 128
 CLUSTER = 2
 THREADS = 384
+SHARED_BYTES = 227 * 1024  # as much as a CTA can have
 SCALES = TILE_M + 32  # floats of a stage: a scale per row, then four of the weight, then the tile's word
 WORD = TILE_M + 4
 MATH_REGISTERS, LOAD_REGISTERS = 232, 40
@@ -69,6 +71,7 @@ class GroupedGemm:
 
     def __init__(self, epilogues: tuple[Any, ...], stages: int, unroll: int, count: int, sender: Any = None) -> None:
         self.epilogues, self.stages, self.unroll, self.count, self.sender = epilogues, stages, unroll, count, sender
+        self.slot_bytes = 16 if sender is None else SLOT_BYTES
 
     # Branches at run time carry `self` as an object without runtime values.
     def __extract_mlir_values__(self) -> list[Any]:
@@ -104,12 +107,18 @@ class GroupedGemm:
         @cute.struct
         class Shared:
             barriers: cute.struct.MemRange[Int64, 2 * stages]
+            send_barriers: cute.struct.MemRange[Int64, MOST_SLOTS]
+            progress: cute.struct.MemRange[Int32, 1]
+            slots: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.slot_bytes], 128]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, SCALES * stages], 128]
             staging: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.epilogues[0].staging_bytes], 1024]
             a: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(slots_a)], 1024]
             w: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(slots_w)], 1024]
 
         self.shared = Shared
+        size: Any = Shared.size_in_bytes()  # type: ignore[attr-defined]
+        if const_expr(size > SHARED_BYTES):
+            raise ValueError(f"shared memory: {size} bytes; a CTA can have {SHARED_BYTES}")
         sources = [self._source(layer, n, slots_a, slots_w, halves_a) for layer, n in zip(layers, columns, strict=True)]
         targets = [epilogue.descriptors(out) for epilogue, out in zip(self.epilogues, outputs, strict=True)]
         self.kernel(sources, targets, tile_expert, work, totals, ready, start, go_on, slots_a, slots_w, halves_a).launch(
@@ -150,6 +159,9 @@ class GroupedGemm:
                 for i in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full + i, 1)
                     cute.arch.mbarrier_init(empty + i, 8 * CLUSTER)  # every math warp of both CTAs
+                registers.store_shared_32(Int32(shared.progress.data_ptr().toint()), Int32(0))
+                for i in cutlass.range_constexpr(MOST_SLOTS):
+                    cute.arch.mbarrier_init(shared.send_barriers.data_ptr() + i, 1)
         cute.arch.mbarrier_init_fence()
         cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()
@@ -160,17 +172,20 @@ class GroupedGemm:
             ends = (Int32(totals[0]), Int32(totals[1]))
         walk = (work, ends, member, cute.arch.grid_dim()[0] // CLUSTER)
         cursor = self._enter(walk, block // CLUSTER)
+        progress = Int32(shared.progress.data_ptr().toint())
         if thread // 128 == 2:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp == 8:
                 slots = [shared.a.get_tensor(slots_a.outer, swizzle=slots_a.inner), shared.a.get_tensor(halves_a.outer, swizzle=halves_a.inner), shared.w.get_tensor(slots_w.outer, swizzle=slots_w.inner)]  # fmt: skip  # noqa: E501
-                self._load(sources, slots, s_scales, tile_expert, ready, walk, cursor, full, empty)
+                self._load(sources, slots, s_scales, tile_expert, ready, walk, cursor, full, empty, progress)
             if const_expr(len(self.epilogues) == 2):
                 if const_expr(self.sender is not None):
-                    if warp == 11:
-                        self.sender.run(ready[5], ready[2], block, cute.arch.grid_dim()[0])
-                if (warp == 9) | (warp == 10):
-                    self.epilogues[0].begin(shared.staging, (warp - 9) * 128, targets[0])
+                    if warp == 10:
+                        memory = (Int32(shared.slots.data_ptr().toint()), shared.send_barriers.data_ptr())
+                        pace = (progress, ends[0], walk[3])
+                        self.sender.run(ready[5], ready[2], block, cute.arch.grid_dim()[0], memory, pace)
+                if warp == 9:
+                    self.epilogues[0].begin(shared.staging, Int32(0), targets[0])
                     self._store(ready, walk, cursor)
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
@@ -260,8 +275,8 @@ class GroupedGemm:
         return mine, layer, (k1, k2, first, second, reach)
 
     @cute.jit
-    def _load(self, sources, slots, s_scales, tile_expert, ready, walk, cursor, full, empty):
-        """One warp: a stage's rows, weight and scales for every step of K of every tile."""
+    def _load(self, sources, slots, s_scales, tile_expert, ready, walk, cursor, full, empty, progress):
+        """One warp: a stage's rows, weight and scales for every step of K of every tile. `progress`: see `send_sm90`."""
         parts = [self._parts(source, slots) for source in sources]
         stage, phase = Int32(0), Int32(0)
         # What a tile needs to begin is looked up a tile ahead: a look-up would leave the ring to run dry.
@@ -273,13 +288,16 @@ class GroupedGemm:
                 end = ready[3][mine >> ROW_SHIFT]
         while layer >= 0:
             following, next_layer, cursor = self._take(walk, cursor)
+            if const_expr(self.sender is not None):
+                with cute.arch.elect_one():
+                    registers.store_shared_32(progress, cursor[0])
             next_expert = tile_expert[following >> ROW_SHIFT]
             if const_expr(self.sender is not None):
                 next_end = ready[3][following >> ROW_SHIFT]
             given = (s_scales, mine, layer, expert, walk[2], full, empty, stage, phase)
             if const_expr(len(sources) == 2):
                 if layer == 1:
-                    self._wait_ready(ready, mine >> ROW_SHIFT, sources[0][8])
+                    self._wait_ready(ready, mine >> ROW_SHIFT, sources[0][8] // 2)
                     stage, phase = self._load_tile(sources[1], parts[1], *given)
                 else:
                     if const_expr(self.sender is not None):
@@ -348,11 +366,11 @@ class GroupedGemm:
         return stage, phase
 
     @cute.jit
-    def _wait_ready(self, ready, m, blocks) -> None:
-        """Until Linear-1 has written row tile `m`: two warpgroups in each of `blocks` / 2 column tiles."""
+    def _wait_ready(self, ready, m, tiles) -> None:
+        """Until Linear-1 has written row tile `m` in all its column tiles."""
         counts, control, call = ready[0], ready[1], ready[2]
         at, failed = counts.iterator.toint() + Int64(m) * 4, control.iterator.toint() + 8 * FAILED
-        if signals.wait_count_acquire_gpu(at, Int32(blocks), failed, call[TIMEOUT_NS]) < blocks:
+        if signals.wait_count_acquire_gpu(at, Int32(tiles), failed, call[TIMEOUT_NS]) < tiles:
             self._gave_up(ready, LINEAR1)
         cute.arch.fence_proxy("async")
 
@@ -375,7 +393,7 @@ class GroupedGemm:
 
     @cute.jit
     def _store(self, ready, walk, cursor) -> None:
-        """One warp per math warpgroup: its Linear-1 tiles from staging to memory, and the count of what is there."""
+        """One warp: Linear-1 tiles from staging to memory, and the count of what is there."""
         mine, layer, cursor = self._take(walk, cursor)
         while layer >= 0:
             if layer == 0:

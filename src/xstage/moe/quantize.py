@@ -101,6 +101,30 @@ def separate_gate_up(w: torch.Tensor) -> torch.Tensor:
     return _permuted(w.unflatten(-2, (-1, 2, 2, 4, 2)), (g, t, q, s, e, columns)).flatten(-6, -2)
 
 
+def thread_order(w: torch.Tensor) -> torch.Tensor:
+    """[..., rows, columns] to the order in which a thread of Linear-2's accumulators has contiguous results.
+
+    Row 8 j + 2 q + e of 32 is result 8 q + 2 j + e, because a thread q of four has columns 2 q + e of every eight.
+
+    Raises:
+        XStageError: 32 does not divide the rows.
+    """
+    _check_interleave(w)
+    t, q, j, e, columns = range(-5, 0)
+    return _permuted(w.unflatten(-2, (-1, 4, 4, 2)), (t, j, q, e, columns)).flatten(-5, -2)
+
+
+def from_thread_order(w: torch.Tensor) -> torch.Tensor:
+    """The inverse of `thread_order`.
+
+    Raises:
+        XStageError: 32 does not divide the rows.
+    """
+    _check_interleave(w)
+    t, j, q, e, columns = range(-5, 0)
+    return _permuted(w.unflatten(-2, (-1, 4, 4, 2)), (t, q, j, e, columns)).flatten(-5, -2)
+
+
 def _permuted(w: torch.Tensor, last: tuple[int, ...]) -> torch.Tensor:
     """The last dimensions in another order."""
     return w.permute(*range(w.dim() - len(last)), *last)
@@ -134,4 +158,4 @@ def _check(x: torch.Tensor, blocked: int) -> None:
 
 def _check_interleave(w: torch.Tensor) -> None:
     if w.dim() < 2 or w.shape[-2] % (2 * GROUP):
-        raise XStageError(f"shape: {tuple(w.shape)} must have rows that are a multiple of {2 * GROUP}, half gate and half up")
+        raise XStageError(f"shape: {tuple(w.shape)} must have rows that are a multiple of {2 * GROUP}")

@@ -19,7 +19,7 @@ Not covered: speed, gradients, refusal by all ranks together (a rank refuses by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,12 +37,12 @@ class Linear:
 
     Attributes:
         weight: [experts, out, in], e4m3 where there are scales. scales: float32 [experts, out / 128, in / 128].
-        interleaved: rows of `weight` (not of `scales`) lie as `quantize.interleave_gate_up` mixes them; `apply` and `dense` undo it.
+        undo: where rows of `weight` (not of `scales`) lie as a GEMM wants them: what gives the natural order back; `apply` and `dense` do.
     """
 
     weight: torch.Tensor
     scales: torch.Tensor | None = None
-    interleaved: bool = False
+    undo: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @classmethod
     def of(cls, weight: torch.Tensor, precision: str) -> Linear:
@@ -57,7 +57,7 @@ class Linear:
 
     def experts(self, start: int, stop: int) -> Linear:
         """Of some of the experts."""
-        return Linear(self.weight[start:stop], None if self.scales is None else self.scales[start:stop], self.interleaved)
+        return Linear(self.weight[start:stop], None if self.scales is None else self.scales[start:stop], self.undo)
 
     def dense(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
         """[out, in] of one expert in `dtype`, scales applied, gate rows before up rows."""
@@ -80,7 +80,7 @@ class Linear:
         return total
 
     def _of(self, expert: int) -> torch.Tensor:
-        return quantize.separate_gate_up(self.weight[expert]) if self.interleaved else self.weight[expert]
+        return self.weight[expert] if self.undo is None else self.undo(self.weight[expert])
 
 
 def swiglu(x: torch.Tensor, clamp: float | None = None) -> torch.Tensor:

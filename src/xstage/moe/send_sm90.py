@@ -1,12 +1,18 @@
-"""Sending rows to experts while the GEMMs run, for Hopper (sm_90a): the work of one warp per SM, in few registers.
+"""Sending rows to experts while the GEMMs run, for Hopper (sm_90a): the work of one warp per SM.
 
 The pairs of a rank stand in a list, in the order in which experts take them up (`plan_sm90.Plan.list_sends`); an item is up to
 `ITEM_PAIRS` pairs of one expert, whose rows lie one behind the other at the expert's rank. Warps take items in turn. Of an item, lanes
-first store weights, slots and scales, m-major, a lane per row; then row after row in 16-byte pieces; then one lane, after the warp has
-met, adds the rows to the count of their tile (`red.release.sys`): whoever acquires the full count sees the rows. The release waits for
-the warp's own stores and for nothing else; the other warps of the SM go on.
+first store weights, slots and scales, m-major, a lane per row; then the copy engine takes the rows through shared memory, each of a few
+lanes a piece at a time in a slot of its own; then one lane, after the warp has met, adds the rows to the count of their tile
+(`red.release.sys`): whoever acquires the full count sees the rows. The release waits for the warp's own stores and for nothing else.
 
 Who reads: the loading warp of a Linear-1 tile waits until `arrived[tile]` has reached the tile's real rows (`gemm_sm90`).
+
+No warp runs further ahead than `AHEAD` rounds of Linear-1 tiles of its own CTA, as far as they say where the experts' ranks are: rows that
+nobody needs yet would fill the X-Stage, and the stores of Linear-2 would wait for room. Experts that are further than this rank thinks
+must not wait for it, and two ranks could wait for each other: a warp that has seen no progress for `PATIENCE_NS` sends an item.
+
+Tried instead (`docs/moe.md`): stores from registers, which held up either this warp or the GEMMs; two warps; no bound on how far ahead.
 
 Not covered: rows in another precision than e4m3, one copy of a row for several picks on one rank.
 """
@@ -19,32 +25,25 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from xstage.device import signals
+from xstage.device import signals, stores
+from xstage.device.clock import now_ns, sleep_ns
 from xstage.device.loads import load_4, load_16
 from xstage.device.meeting import PEERS
-from xstage.device.stores import store_4, store_8, store_16
 from xstage.moe.layout import BufferLayout
 
-_FLIGHT = 4  # pieces of a row that a lane loads before it stores
+SLOT_BYTES, MOST_SLOTS = 16 * 1024, 16
+AHEAD, PATIENCE_NS = 1, 100_000
 _TILE = 128
 
 
-@cute.jit
-def copy_row(source: Int64, target: Int64, size: cutlass.Constexpr[int], flight: cutlass.Constexpr[int]) -> None:
-    """A warp copies `size` bytes, a multiple of 512. source, target: of the lane's 16 bytes. flight: pieces loaded before one is stored."""
-    for offset in cutlass.range(0, size, 512 * flight, unroll=1):
-        pieces = [load_16(source + cutlass.min(offset + 512 * i, size - 512)) for i in range(flight)]
-        for i in cutlass.range_constexpr(flight):
-            if offset + 512 * i < size:
-                store_16(target + offset + 512 * i, *pieces[i])
-
-
 class Sender:
-    """Args: layout: of the buffers, `direct`."""
+    """Args: layout: of the buffers, `direct`. The warp has `SLOT_BYTES` of shared memory and `MOST_SLOTS` mbarriers."""
 
     def __init__(self, layout: BufferLayout) -> None:
         self.world, self.mine, self.top_k, self.hidden = layout.ranks, layout.experts_per_rank, layout.top_k, layout.hidden
         self.blocks, self.rows = layout.hidden // 128, layout.rows
+        self.piece = max(size for size in range(512, 4097, 512) if layout.hidden % size == 0)  # bytes of a row that travel at a time
+        self.slots = min(SLOT_BYTES // self.piece, MOST_SLOTS)
         self.offset = {region.name: region.offset_bytes for region in layout.regions}
 
     # Branches at run time carry `self` as an object without runtime values.
@@ -55,14 +54,18 @@ class Sender:
         return self
 
     @cute.jit
-    def run(self, given, call, index: Int32, warps: Int32) -> None:
+    def run(self, given, call, index: Int32, warps: Int32, memory, pace) -> None:
         """All items of warp `index` of `warps`.
 
         given: addresses of items, pairs, weights (see `plan_sm90`, `exchange_sm90.Stage`), rows in e4m3 and their scales.
+        memory: (address of the slots in shared memory, pointer to the mbarriers, one arrival each).
+        pace: (shared address of the CTA's next Linear-1 entry, Linear-1 entries in all, entries of a round).
         """
         items, pairs, weights, x, x_scales = given
         lane = cute.arch.lane_idx()
+        phase = Int32(0)
         for item in cutlass.range(index, load_4(items), warps, unroll=1):
+            self._await_turn(item, load_4(items), pace)
             place, expert, count, row = load_16(items + Int64(1 + item) * 16)
             rank = expert // self.mine
             buffer = call[PEERS + rank]
@@ -75,18 +78,15 @@ class Sender:
                 if lane < 16:
                     # The slot as the expert's rank sees it.
                     slot = call[PEERS + self.world + rank] + self.offset["combine"] + Int64(pair) * (self.hidden * 2)
-                    store_4(buffer + self.offset["row_weight"] + Int64(at) * 4, load_4(weights + Int64(pair) * 4))
-                    store_8(buffer + self.offset["row_slot"] + Int64(at) * 8, Int32(slot & 0xFFFFFFFF), Int32(slot >> 32))
+                    stores.store_4(buffer + self.offset["row_weight"] + Int64(at) * 4, load_4(weights + Int64(pair) * 4))
+                    stores.store_8(buffer + self.offset["row_slot"] + Int64(at) * 8, Int32(slot & 0xFFFFFFFF), Int32(slot >> 32))
                 scale = x_scales + (Int64(token) * self.blocks + lane // 16) * 4
                 to = buffer + self.offset["scales"] + (Int64(lane // 16) * self.rows + at) * 4
                 for block in cutlass.range(0, self.blocks, 4, unroll=1):
                     two = [load_4(scale + (block + 2 * i) * 4) for i in range(2)]
                     for i in cutlass.range_constexpr(2):
-                        store_4(to + Int64(block + 2 * i) * (self.rows * 4), two[i])
-            for r in cutlass.range(count, unroll=1):
-                source = x + Int64(cute.arch.shuffle_sync(token, r)) * self.hidden + lane * 16
-                target = buffer + self.offset["activations"] + Int64(row + r) * self.hidden + lane * 16
-                copy_row(source, target, self.hidden, _FLIGHT)
+                        stores.store_4(to + Int64(block + 2 * i) * (self.rows * 4), two[i])
+            phase = self._copy_rows(x, token, count, buffer + self.offset["activations"] + Int64(row) * self.hidden, memory, phase)
             cute.arch.sync_warp()
             if lane == 0:
                 arrived = buffer + self.offset["arrived"]
@@ -95,3 +95,38 @@ class Sender:
                 signals.count_release_sys(arrived + Int64(tile) * 4, before)
                 if before < count:
                     signals.count_release_sys(arrived + Int64(tile + 1) * 4, count - before)
+
+    @cute.jit
+    def _copy_rows(self, x: Int64, token: Int32, count: Int32, target: Int64, memory, phase: Int32) -> Int32:
+        """Rows of the tokens that the first `count` lanes hold, to successive rows at `target`; they are there when it returns."""
+        base, barriers = memory
+        lane = cute.arch.lane_idx()
+        pieces = self.hidden // self.piece
+        for first in cutlass.range(0, count * pieces, self.slots, unroll=1):
+            piece = first + lane
+            owner = cute.arch.shuffle_sync(token, cutlass.min(piece, count * pieces - 1) // pieces)
+            if (lane < self.slots) & (piece < count * pieces):
+                slot, barrier = base + lane * self.piece, barriers + lane
+                stores.bulk_wait_source_free()
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.piece)
+                source = x + Int64(owner) * self.hidden + piece % pieces * self.piece
+                stores.bulk_load(slot, source, Int32(self.piece), Int32(barrier.toint()))
+                cute.arch.mbarrier_wait(barrier, phase)
+                phase ^= 1
+                stores.bulk_store(target + Int64(piece) * self.piece, slot, Int32(self.piece))
+                stores.bulk_commit()
+        stores.bulk_wait_done()
+        return phase
+
+    @cute.jit
+    def _await_turn(self, item: Int32, items: Int32, pace) -> None:
+        """Until Linear-1 has come near the item, or has not moved for a while."""
+        progress, entries, round_ = pace
+        due, seen, since = Int64(item) * entries, stores.load_shared(progress), now_ns()
+        waiting = Int64(seen + AHEAD * round_) * items < due
+        while waiting:
+            sleep_ns(Int32(500))
+            now = stores.load_shared(progress)
+            if now != seen:
+                seen, since = now, now_ns()
+            waiting = (Int64(seen + AHEAD * round_) * items < due) & (now_ns() - since < PATIENCE_NS)

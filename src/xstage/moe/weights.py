@@ -1,6 +1,7 @@
 """Weights of the experts of one rank, in fp8 and in the order in which the grouped GEMMs read them.
 
 * Gate and up rows of Linear-1 are mixed after they are quantised (`quantize.interleave_gate_up`): each keeps its own scale per 128 rows.
+* Rows of Linear-2 are put in the order in which a thread has contiguous results (`quantize.thread_order`).
 * Scales of 128 × 128 blocks lie with K before N: a tile of columns walks K, and finds its next scale one step away.
 
 Weights come in high precision and are rounded once, or as e4m3 with scales and are then taken bit for bit. Either way one expert after
@@ -27,7 +28,8 @@ class Weights:
     Attributes:
         w1: uint8 (e4m3) [experts, 2 · intermediate, hidden], gate and up mixed.
         w1_scales: float32 [experts, hidden / 128, intermediate / 128, 2]: of 128 gate rows, of 128 up rows.
-        w2: uint8 (e4m3) [experts, hidden, intermediate]. w2_scales: float32 [experts, intermediate / 128, hidden / 128].
+        w2: uint8 (e4m3) [experts, hidden, intermediate], rows in `quantize.thread_order`.
+        w2_scales: float32 [experts, intermediate / 128, hidden / 128].
         loaded: `load` was called. Loading again writes the same memory, so a CUDA graph sees the new weights.
     """
 
@@ -77,19 +79,19 @@ class Weights:
                 self.w1[expert].copy_(quantize.interleave_gate_up(q.view(torch.uint8)))
                 self.w1_scales[expert].copy_(scales.unflatten(0, (2, -1)).permute(2, 1, 0))
                 q, scales = _quantised(w2, w2_scales, expert, self.device)
-                self.w2[expert].copy_(q.view(torch.uint8))
+                self.w2[expert].copy_(quantize.thread_order(q.view(torch.uint8)))
                 self.w2_scales[expert].copy_(scales.mT)
         self.loaded = True
 
     @property
     def linear1(self) -> Linear:
         """Linear-1 for `xstage.moe.reference`: the same weights, and scales as they are now."""
-        return Linear(self.w1.view(torch.float8_e4m3fn), self.w1_scales.permute(0, 3, 2, 1).flatten(1, 2), interleaved=True)
+        return Linear(self.w1.view(torch.float8_e4m3fn), self.w1_scales.permute(0, 3, 2, 1).flatten(1, 2), quantize.separate_gate_up)
 
     @property
     def linear2(self) -> Linear:
         """Linear-2 likewise."""
-        return Linear(self.w2.view(torch.float8_e4m3fn), self.w2_scales.mT)
+        return Linear(self.w2.view(torch.float8_e4m3fn), self.w2_scales.mT, quantize.from_thread_order)
 
 
 def _quantised(w: torch.Tensor, scales: torch.Tensor | None, expert: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
