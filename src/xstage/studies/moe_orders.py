@@ -211,6 +211,7 @@ def walk(results: timing.ResultFile, todo: Sequence[Sequence[Configuration]], op
     def late() -> bool:
         return bool(timing.gather(time.monotonic() - begun)[0] > budget_s)
 
+    results.content["headline"] = headline(results.content["rows"])
     # One rank's file and one rank's clock say what there is to do, or ranks would part ways.
     done = set(timing.gather([key_of(row) for row in results.content["rows"]])[0])
     for part in todo:
