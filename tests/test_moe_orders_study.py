@@ -62,11 +62,11 @@ class Bench:
 
 
 def walk(bench: Bench, path: Path, todo: list[list[study.Configuration]], free: int = H200, budget_s: float = 1e9) -> tuple[bool, Any]:
+    """Whether all of `todo` is there, and what the file says."""
     results = ResultFile(path, "moe", settings={"world": 2})
-    ended = study.walk(results, todo, bench.open, 2, free, budget_s)
-    if ended:
-        results.finish()
-    return ended, json.loads(path.read_text(encoding="utf-8"))
+    study.walk(results, todo, bench.open, 2, free, budget_s)
+    rows = results.content["rows"]
+    return {study.key_of(r) for r in rows} == {c.key for part in todo for c in part}, json.loads(path.read_text(encoding="utf-8"))
 
 
 def test_84_configurations_the_most_telling_first() -> None:
@@ -103,7 +103,8 @@ def test_all_is_measured_with_buffers_of_the_largest_size(tmp_path: Path) -> Non
     bench = Bench()
     ended, content = walk(bench, tmp_path / "moe.json", study.configurations(study.SHAPES, study.SIZES, study.SHARES))
     assert ended
-    assert content["complete"]
+    assert study.complete(content["rows"], study.SIZES, study.SHARES)
+    assert not study.complete(content["rows"][:-1], study.SIZES, study.SHARES)
     assert bench.measured == ALL
     assert bench.opened == [(name, 55808) for name in study.SHAPES] * 3
     assert content["headline"]["moe84.configurations"]["value"] == 84
@@ -122,7 +123,6 @@ def test_the_budget_ends_it_and_the_next_run_goes_on(tmp_path: Path, monkeypatch
     monkeypatch.setattr(study.time, "monotonic", lambda: first.clock)
     ended, content = walk(first, tmp_path / "moe.json", todo, budget_s=4.5)
     assert not ended
-    assert not content["complete"]
     assert len(content["rows"]) == 5  # the one that was begun at 4 s is finished
     ended, content = walk(Bench(), tmp_path / "moe.json", todo, budget_s=-1)
     assert not ended
@@ -132,9 +132,11 @@ def test_the_budget_ends_it_and_the_next_run_goes_on(tmp_path: Path, monkeypatch
     assert first.measured + second.measured == [c for part in todo for c in part]
     assert [study.key_of(r) for r in content["rows"]] == [c.key for part in todo for c in part]
     assert content["headline"]["moe84.configurations"]["value"] == 16
-    again = Bench()
-    walk(again, tmp_path / "moe.json", todo)  # a complete file is begun anew
-    assert len(again.measured) == 16
+    more = Bench()
+    walk(
+        more, tmp_path / "moe.json", study.configurations(["Hy3", "GLM-5.2"], [64, 128], [0.875, 0.5])
+    )  # other shapes go into the same file
+    assert {c.model.name for c in more.measured} == {"GLM-5.2"}
 
 
 def test_nothing_is_opened_for_what_is_there_or_too_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +229,7 @@ def test_table_and_chart(tmp_path: Path) -> None:
     skipped = {**ALL[1].what, "needed_bytes": 40 << 30, "skipped": "needs more"}
     rows = [row(ALL[0], predicted={"speedup": 1.1}), skipped, *(row(c, wave=9e5 + 1e4 * i) for i, c in enumerate(ALL[2:]))]
     settings = {
-        "world": 2, "rounds": 5, "shares": [0.875, 0.5], "shapes": study.SHAPES, "sizes": study.SIZES, "routings": study.ROUTINGS,
+        "world": 2, "rounds": 5, "shares": [0.875, 0.5], "sizes": study.SIZES, "routings": study.ROUTINGS,
         "auto": "interleaved",
     }  # fmt: skip
     content = {"study": "moe", "complete": True, "settings": settings, "rows": rows}

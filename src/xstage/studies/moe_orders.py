@@ -170,8 +170,9 @@ def run(
     """Measure every configuration and write a result file after each; run by every rank (torchrun).
 
     Args:
-        out: path of the result file; unfinished, it is continued. shapes: names of `xstage.moe.shapes`. sizes: tokens per rank.
-        shares: of remote picks. budget_s: no configuration is begun after this many seconds.
+        out: path of the result file; unfinished, it is continued. It is complete when it has all of the paper's shapes.
+        shapes: of this run, names of `xstage.moe.shapes`. sizes: tokens per rank. shares: of remote picks.
+        budget_s: no configuration is begun after this many seconds.
 
     Returns:
         The content of the result file.
@@ -183,19 +184,25 @@ def run(
     todo = configurations(shapes, sizes, shares)
     timing.start_group("bench moe")
     settings = {
-        "world": dist.get_world_size(), "shapes": list(shapes), "sizes": list(sizes), "shares": list(shares), "routings": ROUTINGS,
-        "precision": "W8A8", "auto": AUTO, "rounds": rounds, "pause_s": pause_s,
+        "world": dist.get_world_size(), "sizes": list(sizes), "shares": list(shares), "routings": ROUTINGS, "precision": "W8A8",
+        "auto": AUTO, "rounds": rounds, "pause_s": pause_s,
     }  # fmt: skip
     results = timing.ResultFile(out, "moe", write=dist.get_rank() == 0, settings=settings)
     free = min(timing.gather(torch.cuda.mem_get_info()[0]))
-    if walk(results, todo, partial(_opened, rounds=rounds, pause_s=pause_s), dist.get_world_size(), free, budget_s):
+    walk(results, todo, partial(_opened, rounds=rounds, pause_s=pause_s), dist.get_world_size(), free, budget_s)
+    if complete(results.content["rows"], sizes, shares):
         results.finish()
     timing.meet()
     return results.content
 
 
-def walk(results: timing.ResultFile, todo: Sequence[Sequence[Configuration]], opened: Open, ranks: int, free: int, budget_s: float) -> bool:
-    """Measure what `results` does not hold yet; False if the budget ended first.
+def complete(rows: Sequence[Mapping[str, Any]], sizes: Sequence[int], shares: Sequence[float]) -> bool:
+    """Is every configuration of the paper's shapes a row?"""
+    return {key_of(row) for row in rows} >= {c.key for part in configurations(SHAPES, sizes, shares) for c in part}
+
+
+def walk(results: timing.ResultFile, todo: Sequence[Sequence[Configuration]], opened: Open, ranks: int, free: int, budget_s: float) -> None:
+    """Measure what `results` does not hold yet, until all is there or the budget ends.
 
     Args:
         opened: a shape and the most tokens → context whose value measures configurations of that shape.
@@ -211,7 +218,6 @@ def walk(results: timing.ResultFile, todo: Sequence[Sequence[Configuration]], op
     def late() -> bool:
         return bool(timing.gather(time.monotonic() - begun)[0] > budget_s)
 
-    results.content["headline"] = headline(results.content["rows"])
     # One rank's file and one rank's clock say what there is to do, or ranks would part ways.
     done = set(timing.gather([key_of(row) for row in results.content["rows"]])[0])
     for part in todo:
@@ -224,16 +230,15 @@ def walk(results: timing.ResultFile, todo: Sequence[Sequence[Configuration]], op
         if not left:
             continue
         if late():
-            return False
+            return
         with opened(left[0].model, most[left[0].model]) as measure:
             for c in left:
                 if late():
-                    return False
+                    return
                 row = {**c.what, "max_tokens": most[c.model], **measure(c)}
                 results.content["headline"] = headline([*results.content["rows"], row])
                 results.add(row)
                 _say(row, time.monotonic() - begun)
-    return True
 
 
 def prebuild(folder: str, *, shapes: Sequence[str] = SHAPES, tokens: int = max(SIZES), ranks: int = 2) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from xstage.moe.shapes import PAPER
 from xstage.studies.moe84 import summary
 from xstage.studies.paper import MOE84
 from xstage.studies.tables import grid
@@ -27,19 +28,13 @@ def moe_orders_table(results: Path) -> str:
     worst = max(r["derived"]["auto_loss"] for r in rows)
     said = [f"`auto` is {auto}: within 2% of the better order in {near:.0%} of them, at worst {worst:+.1%} against expert-wave."]
     if not content["complete"]:
-        said.append(f"{len(content['rows'])} of {configurations(settings)} configurations: the rest is not measured yet.")
+        all_of_them = len(PAPER) * len(settings["routings"]) * len(settings["sizes"]) * len(settings["shares"])
+        said.append(f"{len(content['rows'])} of {all_of_them} configurations: the rest is not measured yet.")
     foot = (
         f"W8A8, {settings['world']} H200s, whole layer, medians of {settings['rounds']} rounds, slowest rank; `results/h200x2/moe.json`. "
         "Predicted: over wave, by the simulator on `h200-nvlink4`, nothing refitted."
     )
     return "\n\n".join([_figures(rows, settings["shares"]), " ".join(said), _each(content["rows"], settings["shares"]), foot])
-
-
-def configurations(settings: Mapping[str, Any]) -> int:
-    count = 1
-    for name in ("shapes", "routings", "sizes", "shares"):
-        count *= len(settings[name])
-    return count
 
 
 def _figures(rows: Sequence[Mapping[str, Any]], shares: Sequence[float]) -> str:
