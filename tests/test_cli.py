@@ -51,6 +51,8 @@ def test_predict_flags_extrapolation_but_answers(capsys: pytest.CaptureFixture[s
         (["simulate", "--shape", "Hy3", "--trace", "/"], "trace: / is a directory"),
         (["bench", "attention"], "out: bench attention needs"),
         (["bench", "dit"], "out: bench dit needs"),
+        (["bench", "moe"], "out: bench moe needs"),
+        (["bench", "dit", "--prebuild", "k"], "prebuild: bench dit has no kernels"),
         (["calibrate", "--out", "/"], "is a directory"),
         (["calibrate", "--out", "x.json", "--repeats", "0"], "repeats: 0"),
     ],

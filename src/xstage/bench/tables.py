@@ -20,6 +20,7 @@ from xstage.calibration.fit import held_out
 from xstage.errors import XStageError
 from xstage.platform import METHODS, KiB, MiB, Platform, load_platform
 from xstage.predict import predict, text
+from xstage.studies.moe_orders_table import moe_orders_table
 from xstage.studies.tables import TABLES as SIMULATED
 from xstage.studies.tables import grid
 
@@ -440,6 +441,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "attention-designs": _attention_designs_table,
     "dit": _dit_table,
     "moe": _moe_table,
+    "moe-orders": moe_orders_table,
     "moe-summary": _moe_summary_table,
     "moe-gemm": _moe_gemm_table,
     "moe-model": _moe_model_table,

@@ -157,7 +157,8 @@ class ResultFile:
     """A JSON result file that is complete after every `add`, so that a run that is cut short keeps what it has.
 
     Args:
-        path: written by rank 0 only. An unfinished file of the same study, settings and kind of machine is continued: its rows stay.
+        path: written by rank 0 only. An unfinished file of the same study, settings and kind of machine is continued: its rows and
+            headline stay.
         study: what was measured. write: False on ranks that should not write.
 
     Raises:
@@ -185,7 +186,7 @@ class ResultFile:
         same = all(before.get(key) == json.loads(json.dumps(self.content[key])) for key in ("study", "settings"))
         machine = all(before.get("fingerprint", {}).get(k) == self.content["fingerprint"].get(k) for k in ("gpu_name", "driver", "torch"))
         if same and machine and not before.get("complete", True):
-            self.content["rows"] = before["rows"]
+            self.content |= {key: before[key] for key in ("rows", "headline") if key in before}
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Append one row and save."""

@@ -109,13 +109,15 @@ def draw(routing: Routing, seed: int = 0) -> torch.Tensor:
 
 
 def draw_remote(
-    tokens: int, experts: int, top_k: int, *, ranks: int, me: int, share: float, alpha: float = 0.0, seed: int = 0
+    tokens: int, experts: int, top_k: int, *, ranks: int, me: int, share: float, alpha: float = 0.0, seed: int = 0,
+    device: torch.device | str = "cpu",
 ) -> torch.Tensor:  # fmt: skip
     """Picks of rank `me`, of which a given share goes to experts of other ranks: int64 [tokens, top_k], distinct per token.
 
     round(share · tokens · top_k) pairs leave, as evenly over tokens as they divide; half of two ranks' traffic is share 1/2, and share
     7/8 gives each of two ranks the egress of eight. Which experts: the i-th hottest of every rank has weight (i + 1)^−alpha, hotness is
-    shuffled over experts by `seed`, the same on every rank; tokens draw without replacement, differently on every rank.
+    shuffled over experts by `seed`, the same on every rank; tokens draw without replacement, differently on every rank. `device` draws, and
+    holds the picks; GPUs draw others than CPUs do.
 
     Raises:
         XStageError: a share outside 0 … 1, or more picks of one side than it has experts.
@@ -124,27 +126,27 @@ def draw_remote(
         raise XStageError(f"share: {share} must lie in 0 … 1")
     mine = experts // ranks
     common = torch.Generator().manual_seed(seed)
-    generator = torch.Generator().manual_seed(seed * ranks + me + (1 << 32))
-    leaving = torch.full((tokens,), (total := round(share * tokens * top_k)) // max(tokens, 1))
-    leaving[torch.randperm(tokens, generator=generator)[: total - int(leaving.sum())]] += 1
+    generator = torch.Generator(device).manual_seed(seed * ranks + me + (1 << 32))
+    leaving = torch.full((tokens,), (total := round(share * tokens * top_k)) // max(tokens, 1), device=device)
+    leaving[torch.randperm(tokens, generator=generator, device=device)[: total - int(leaving.sum())]] += 1
     for side, picks, limit in (
         ("other ranks have", int(leaving.max()) if tokens else 0, experts - mine),
         ("this rank has", top_k - int(leaving.min()) if tokens else 0, mine),
     ):
         if picks > limit:
             raise XStageError(f"share: {share} needs {picks} distinct picks of a token where {side} {limit} experts")
-    heat = torch.cat([torch.randperm(mine, generator=common) for _ in range(ranks)])
+    heat = torch.cat([torch.randperm(mine, generator=common) for _ in range(ranks)]).to(device)
     # The largest of log weight + Gumbel noise are a weighted draw without replacement.
-    noise = torch.rand(tokens, experts, generator=generator, dtype=torch.float64).clamp_min(1e-300)
+    noise = torch.rand(tokens, experts, generator=generator, dtype=torch.float64, device=device).clamp_min(1e-300)
     keys = -alpha * (heat + 1).double().log() - (-noise.log()).log()
-    here = torch.arange(experts) // mine == me
+    here = torch.arange(experts, device=device) // mine == me
     local = keys.masked_fill(~here, -torch.inf).topk(min(top_k, mine), 1).indices
     remote = keys.masked_fill(here, -torch.inf).topk(min(top_k, experts - mine), 1).indices
-    place = torch.arange(top_k).expand(tokens, top_k)
+    place = torch.arange(top_k, device=device).expand(tokens, top_k)
     padded = [torch.nn.functional.pad(side, (0, top_k - side.shape[1])) for side in (local, remote)]
     from_local = padded[0].gather(1, (place - leaving[:, None]).clamp_min(0))
     picks = torch.where(place < leaving[:, None], padded[1], from_local)
-    return picks.gather(1, torch.rand(tokens, top_k, generator=generator).argsort(1))
+    return picks.gather(1, torch.rand(tokens, top_k, generator=generator, device=device).argsort(1))
 
 
 def _expert(topk_idx: torch.Tensor, experts: int) -> torch.Tensor:

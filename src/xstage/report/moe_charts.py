@@ -1,7 +1,7 @@
-"""Charts of the simulated studies, in the style of the paper's figures 8–11, drawn from result files alone.
+"""Charts of the simulated studies, in the style of the paper's figures 8–11, and of what was measured of figure 8; from result files alone.
 
 Every function takes the content of a result file (see `studies.result`) and returns a matplotlib figure; `write_all` draws those whose
-files exist. Each chart says that it is simulated.
+files exist. Each chart says whether it is simulated or measured.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+
+from xstage.studies.moe84 import summary
+from xstage.studies.paper import MOE84
 
 WAVE, MIXED, PAPER, CONTROL = "#c44e52", "#4c72b0", "#222222", "#8c8c8c"
 SIMULATED = "simulated"
@@ -46,6 +49,35 @@ def speedups(result: dict[str, Any]) -> Any:
         fontsize=10,
     )
     axis.legend(fontsize=8, ncols=3)
+    return figure
+
+
+def measured_speedups(result: dict[str, Any]) -> Any:
+    """Figure 8 as measured (`studies.moe_orders`): interleaved over expert-wave, sorted, with the paper's four figures as lines."""
+    rows = sorted((r for r in result["rows"] if "derived" in r), key=lambda r: r["derived"]["speedup"])
+    kinds = list(dict.fromkeys((r["share"], r["routing"]) for r in sorted(rows, key=lambda r: (-r["share"], r["routing"]))))
+    figure, axis = plt.subplots(figsize=(10, 4.2), layout="constrained")
+    for i, (share, family) in enumerate(kinds):
+        at = [(x, r["derived"]["speedup"]) for x, r in enumerate(rows) if (r["share"], r["routing"]) == (share, family)]
+        label = f"f = {share:g}, {'skewed' if family == 'power' else family}"
+        color = plt.get_cmap("Paired")(2 * i + 1)
+        axis.bar([x for x, _ in at], [v - 1 for _, v in at], width=0.85, bottom=1, color=color, label=label)
+    predicted = [(x, r["predicted"]["speedup"]) for x, r in enumerate(rows) if r.get("predicted")]
+    if predicted:
+        axis.plot(*zip(*predicted, strict=True), ".", color=PAPER, markersize=4, label=f"{SIMULATED}, nothing refitted")
+    names = {"max": "maximum", "geomean": "geometric mean", "median": "median", "min": "minimum"}
+    for (key, name), style in zip(names.items(), ("--", ":", "-.", "--"), strict=True):
+        axis.axhline(MOE84[key], color=CONTROL, linestyle=style, linewidth=1, label=f"paper's {name} {MOE84[key]:g}")
+    axis.axhline(1, color=PAPER, linewidth=0.8)
+    found = summary([r["derived"]["speedup"] for r in rows])
+    axis.set_xlabel("configurations, sorted")
+    axis.set_ylabel("interleaved over expert-wave, ×")
+    axis.set_title(
+        f"{len(rows)} configurations, W8A8, measured on {result['settings']['world']} GPUs: "
+        + ", ".join(f"{name} {found[key]:.2f}" for key, name in names.items()),
+        fontsize=10,
+    )
+    axis.legend(fontsize=8, ncols=2, loc="upper left")
     return figure
 
 
@@ -194,14 +226,15 @@ CHARTS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "scale": ("scale", scale),
     "lead": ("lead", lead),
 }
+MEASURED = {"figure8-measured": ("moe", measured_speedups)}
 
 
 def write_all(results: Path, out: Path, kind: str = "svg") -> list[Path]:
-    """Draw every chart whose result file exists in `results` into `out`; returns the files."""
+    """Draw every chart whose result file exists in `results` (results/simulated, or results/h200x2) into `out`; returns the files."""
     out.mkdir(parents=True, exist_ok=True)
     plt.rcParams["svg.hashsalt"] = "xstage"  # the same file for the same data
     written = []
-    for name, (study, draw) in CHARTS.items():
+    for name, (study, draw) in {**CHARTS, **MEASURED}.items():
         source = results / f"{study}.json"
         if not source.is_file():
             continue

@@ -7,6 +7,7 @@ figures, the minimum of 0.94, so that one is no prediction. Time is that of the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,11 @@ def run(out: Path | None = SIMULATED, variants: bool = True) -> dict[str, Any]:
     """Simulate all configurations; writes `moe84.json`."""
     platform = load_platform("paper-8gpu")
     rows = _speedups(platform, configurations(), PAPER_LOCALITY)
-    summary = _summary([r["speedup"] for r in rows])
-    outputs: dict[str, Any] = {"rows": rows, "summary": summary, "by": _groups(rows)}
+    figures = summary([r["speedup"] for r in rows])
+    outputs: dict[str, Any] = {"rows": rows, "summary": figures, "by": _groups(rows)}
     if variants:
         outputs["variants"] = [
-            {"variant": name, **_summary([r["speedup"] for r in _speedups(platform, configurations(alpha, dispatch), locality)])}
+            {"variant": name, **summary([r["speedup"] for r in _speedups(platform, configurations(alpha, dispatch), locality)])}
             for name, alpha, dispatch, locality in (
                 ("no locality term", ALPHA, "none", Locality()),
                 ("alpha 0.8", 0.8, "none", PAPER_LOCALITY),
@@ -69,11 +70,11 @@ def run(out: Path | None = SIMULATED, variants: bool = True) -> dict[str, Any]:
         },
         outputs=outputs,
         paper={"source": paper.SOURCE, **paper.MOE84},
-        errors={key: summary[key] / paper.MOE84[key] - 1 for key in paper.MOE84},
+        errors={key: figures[key] / paper.MOE84[key] - 1 for key in paper.MOE84},
         headline={
-            "simulate.moe84.geomean": (summary["geomean"], "ratio"),
-            "simulate.moe84.max": (summary["max"], "ratio"),
-            "simulate.moe84.min": (summary["min"], "ratio"),
+            "simulate.moe84.geomean": (figures["geomean"], "ratio"),
+            "simulate.moe84.max": (figures["max"], "ratio"),
+            "simulate.moe84.min": (figures["min"], "ratio"),
         },
         notes=["DiT-MoE is a synthetic shape.", "The minimum is fitted (refill cost), the other three figures are predictions."],
     )
@@ -102,7 +103,8 @@ def _speedups(platform: Platform, configs: list[tuple[dict[str, Any], MoEWorkloa
     return rows
 
 
-def _summary(values: list[float]) -> dict[str, float]:
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Geometric mean, median, maximum and minimum, and how many there are."""
     v = np.asarray(values)
     return {
         "geomean": float(np.exp(np.log(v).mean())),
@@ -118,7 +120,7 @@ def _groups(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for key in ("model", "precision", "routing", "tokens_per_rank"):
         values = dict.fromkeys(str(r[key]) for r in rows)
-        found[key] = {v: _summary([r["speedup"] for r in rows if str(r[key]) == v])["geomean"] for v in values}
+        found[key] = {v: summary([r["speedup"] for r in rows if str(r[key]) == v])["geomean"] for v in values}
     return found
 
 

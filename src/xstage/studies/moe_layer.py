@@ -226,8 +226,8 @@ def run(
             num_experts=model.experts, hidden=model.hidden, intermediate=model.intermediate, top_k=model.top_k,
             max_tokens_per_rank=tokens, schedule="serial", fallback="error",
         ) as moe:  # fmt: skip
-            _load(moe, model)
-            fused = {name: _pipeline(moe, name) for name in orders}
+            load_random(moe, model)
+            fused = {name: order_pipeline(moe, name) for name in orders}
             pull = Exchange(
                 replace(moe.layout, pull=True), intermediate=moe.intermediate, group=moe.group, device=moe.device, timeout_s=moe.timeout_s,
                 tag=f"{moe.tag}/pull",
@@ -263,7 +263,7 @@ def prebuild(folder: str, *, shapes: Sequence[str] = SHAPES, tokens: int = 8192,
     return len(fill(folder, work))
 
 
-def _load(moe: MegaMoE, model: MoEShape) -> None:
+def load_random(moe: MegaMoE, model: MoEShape) -> None:
     """Random e4m3 weights, made on the GPU: the same arithmetic, and no matrix in high precision."""
     experts = model.experts // dist.get_world_size()
     made = []
@@ -275,7 +275,8 @@ def _load(moe: MegaMoE, model: MoEShape) -> None:
     moe.load_weights(made[0], made[2], w1_scales=made[1], w2_scales=made[3])
 
 
-def _pipeline(moe: MegaMoE, order: str) -> KernelPipeline:
+def order_pipeline(moe: MegaMoE, order: str) -> KernelPipeline:
+    """Both GEMMs in one kernel in that order of tiles, with buffers of its own and the weights of `moe`."""
     columns = (2 * moe.intermediate // TILE_COLUMNS, moe.layout.hidden // TILE_COLUMNS)
     clusters = torch.cuda.get_device_properties(moe.device).multi_processor_count // 2
     return KernelPipeline(

@@ -1,0 +1,111 @@
+"""What the simulator says about the configurations of `moe_orders`: added to the result file afterwards, on any machine.
+
+    python -m xstage.studies.moe_prediction results/h200x2/moe.json
+
+Of a measured row it takes the load of every expert, the lead and the share f; of the platform file R, Q and T_iss⁰; and the time of a
+tile alone, `EPILOGUE_NS + NS_PER_K · K`: a line through the ten grouped GEMMs of results/h200/grouped-gemm.json (5 shapes, both layers,
+local stores, one GPU), which it meets within 4%. Nothing is fitted to a whole layer. A share f = 1 − 1/P is that of P ranks that all have
+this rank's work (`planner.at_scale`); other shares are not predicted.
+
+Two choices come out of it: `winner`, the order with the shorter predicted time, and `plan`, the planner's, which keeps expert-wave unless
+the gain exceeds the model's error. Both are for comparison: `MegaMoE` does not ask them.
+
+Simplified: waves are whole experts (the kernel's are whole groups of row tiles), rows of the two CTAs of a cluster share columns instead
+of weights, the locality term is the one fitted to the paper's GPU, and the sum over picks is left out, in both orders alike.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from xstage.errors import XStageError
+from xstage.moe.shapes import shape
+from xstage.moe.work_table import TILE_COLUMNS, TILE_ROWS
+from xstage.planner import at_scale, plan
+from xstage.platform import Platform, check_writable, load_platform
+from xstage.simulate import routing
+from xstage.simulate.mega_moe import MoEWorkload
+from xstage.studies.moe_orders import WITHIN, chosen, headline, measured
+
+NS_PER_K, EPILOGUE_NS = 6.425, 999.0
+PLATFORM = "h200-nvlink4"
+CHOICES = ("winner", "plan")
+
+
+def workload(row: Mapping[str, Any], ranks: int) -> MoEWorkload:
+    """The kernel of this package on a row's load.
+
+    Raises:
+        XStageError: counts that do not fit the shape.
+    """
+    m = shape(row["shape"])
+    load = routing.from_counts(row["counts"], row["tokens"] * ranks, m.top_k, m.experts, row["routing"])
+    return MoEWorkload(
+        m.name, m.hidden, m.intermediate, m.experts, m.top_k, row["tokens"] * ranks, NS_PER_K * m.hidden, NS_PER_K * m.intermediate,
+        ranks=ranks, tile_m=TILE_ROWS, tile_n=TILE_COLUMNS, ctas=2, routing=load, roles="registers", synthetic=m.synthetic, dispatch="push",
+    )  # fmt: skip
+
+
+def predict(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str, Any] | None:
+    """Predicted times of both orders, their ratio, and the choices with what they cost in the row's measured times; None: no such share."""
+    peers = round(1 / (1 - row["share"])) if row["share"] < 1 else 0
+    if not peers or peers % ranks or abs(1 - 1 / peers - row["share"]) > 1e-9:
+        return None
+    work, there = at_scale(workload(row, ranks), platform, peers)
+    found = plan(work, there, leads=[row["lead_rows"]], methods=["st_global"], slots=[work.slots], staging_ns=EPILOGUE_NS)
+    times = {c.order.replace("-", "_"): c.time_ns for c in found.candidates}
+    orders = {"winner": min(times, key=times.__getitem__), "plan": found.choice.order.replace("-", "_")}
+    ns = {name: t["slowest_ns"] for name, t in row["times"].items()}
+    costs: dict[str, Any] = {}
+    for name, order in orders.items():
+        costs |= chosen(ns, order, name)
+    return {
+        **{f"{name}_ns": round(time, 1) for name, time in times.items()},
+        "speedup": round(times["expert_wave"] / times["interleaved"], 4), **orders, **costs,
+    }  # fmt: skip
+
+
+def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Headline figures of the rows that have a prediction: error of the speedup, and how each choice would have done."""
+    found = [r for r in measured(rows) if r.get("predicted")]
+    if not found:
+        return {}
+    errors = [abs(r["predicted"]["speedup"] / r["derived"]["speedup"] - 1) for r in found]
+    out = {"moe84.predicted_speedup_error.median": median(errors), "moe84.predicted_speedup_error.max": max(errors)}
+    for name in CHOICES:
+        out[f"moe.{name}_within_2pct.share"] = sum(r["predicted"][f"{name}_over_best"] <= WITHIN for r in found) / len(found)
+        out[f"moe.{name}_worst_loss"] = max(r["predicted"][f"{name}_loss"] for r in found)
+    return {key: {"value": round(value, 4), "unit": "fraction"} for key, value in out.items()}
+
+
+def annotate(path: str | Path, platform: str = PLATFORM) -> dict[str, Any]:
+    """Write the prediction into every measured row of a result file of `moe_orders`, and its headline figures; returns the content.
+
+    Raises:
+        XStageError: no such file, or of another study.
+    """
+    path = Path(path)
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise XStageError(f"path: {path} cannot be read: {error}") from None
+    if content.get("study") != "moe":
+        raise XStageError(f"path: {path} is a result of {content.get('study')!r}, not of 'moe'")
+    known = load_platform(platform, samples=False)
+    for row in content["rows"]:
+        if "derived" in row:
+            row["predicted"] = predict(row, known, content["settings"]["world"])
+    content["prediction"] = {"platform": platform, "ns_per_k": NS_PER_K, "epilogue_ns": EPILOGUE_NS}
+    content["headline"] = headline(content["rows"]) | figures(content["rows"])
+    check_writable(path)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return content
+
+
+if __name__ == "__main__":
+    print(json.dumps(figures(annotate(sys.argv[1])["rows"]), indent=1))

@@ -1,0 +1,319 @@
+"""The measured comparison of tile orders: what is measured in which order, resuming, budget, memory, figures, table, chart, prediction.
+
+Times are made up. Not covered: the measuring itself (needs GPUs).
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from xstage.bench import tables
+from xstage.bench.timing import ResultFile, Times
+from xstage.errors import UnsuitableMachine, XStageError
+from xstage.moe import routing
+from xstage.moe.shapes import PAPER, shape
+from xstage.moe.work_table import WorkOrder
+from xstage.platform import load_platform
+from xstage.report import moe_charts
+from xstage.studies import moe_orders as study
+from xstage.studies import moe_prediction as prediction
+from xstage.studies.paper import MOE84
+
+H200 = 139 << 30
+
+
+def at(ns: float) -> Times:
+    return Times([[ns - 5], [ns]], [[None]] * 2, 1)
+
+
+def row(c: study.Configuration, interleaved: float = 1e6, wave: float = 1.2e6, **more: Any) -> dict[str, Any]:
+    times = {"serial": at(1.5e6), "interleaved": at(interleaved), "expert_wave": at(wave)}
+    measured = {"derived": study.derived(times), "times": {n: t.to_json() for n, t in times.items()}}
+    return {**c.what, "gini": 0.25, "max_over_mean": 3.0, **measured, **more}
+
+
+ALL = [c for part in study.configurations(study.SHAPES, study.SIZES, study.SHARES) for c in part]
+
+
+class Bench:
+    """Stands for the GPUs: remembers what was opened and measured; `clock` is what `time.monotonic` says, `step` seconds per row."""
+
+    def __init__(self, step: float = 0.0):
+        self.opened: list[tuple[str, int]] = []
+        self.measured: list[study.Configuration] = []
+        self.clock, self.step = 0.0, step
+
+    @contextmanager
+    def open(self, model: Any, most: int) -> Iterator[study.Measure]:
+        self.opened.append((model.name, most))
+        yield self.measure
+
+    def measure(self, c: study.Configuration) -> dict[str, Any]:
+        self.measured.append(c)
+        self.clock += self.step
+        return row(c)
+
+
+def walk(bench: Bench, path: Path, todo: list[list[study.Configuration]], free: int = H200, budget_s: float = 1e9) -> tuple[bool, Any]:
+    """Whether all of `todo` is there, and what the file says."""
+    results = ResultFile(path, "moe", settings={"world": 2})
+    study.walk(results, todo, bench.open, 2, free, budget_s)
+    rows = results.content["rows"]
+    return {study.key_of(r) for r in rows} == {c.key for part in todo for c in part}, json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_84_configurations_the_most_telling_first() -> None:
+    parts = study.configurations(study.SHAPES, study.SIZES, study.SHARES)
+    assert len(ALL) == len({c.key for c in ALL}) == 84
+    assert {c.model for c in ALL} == set(PAPER)
+    assert all((c.tokens, c.share) == (8192, 0.875) for c in ALL[:14])
+    assert {tokens: sum(c.tokens == tokens for c in ALL) for tokens in study.SIZES} == dict.fromkeys((8192, 27904, 55808), 28)
+    assert all(len({c.model for c in part}) == 1 for part in parts)
+    assert [max(c.tokens for c in part) for part in parts] == [8192] * 7 + [27904] * 7 + [55808] * 7
+
+
+def test_any_numbers_of_sizes_and_shares() -> None:
+    for sizes in ((64,), (64, 128), (1, 2, 3, 4)):
+        for shares in ((0.5,), (0.875, 0.5), (0.0, 0.5, 1.0)):
+            found = [c for part in study.configurations(["Hy3"], sizes, shares) for c in part]
+            assert {(c.tokens, c.share) for c in found} == {(t, f) for t in sizes for f in shares}
+            assert len(found) == 2 * len(sizes) * len(shares)
+
+
+def test_refusals(tmp_path: Path) -> None:
+    for wrong, said in (
+        ({"shapes": ["GPT"]}, "shape: 'GPT'"), ({"sizes": [0]}, r"sizes: \[0\]"), ({"shares": [1.5]}, r"shares: \[1.5\]"),
+        ({"shapes": []}, r"shapes: \[\]"),
+    ):  # fmt: skip
+        with pytest.raises(XStageError, match=said):
+            study.run(str(tmp_path / "r.json"), **wrong)  # type: ignore[arg-type]
+    if torch.cuda.device_count() < 2:
+        with pytest.raises(UnsuitableMachine, match="bench moe: needs two peer-connected GPUs"):
+            study.run(str(tmp_path / "r.json"))
+
+
+def test_all_is_measured_with_buffers_of_the_largest_size(tmp_path: Path) -> None:
+    bench = Bench()
+    ended, content = walk(bench, tmp_path / "moe.json", study.configurations(study.SHAPES, study.SIZES, study.SHARES))
+    assert ended
+    assert study.complete(content["rows"], study.SIZES, study.SHARES)
+    assert not study.complete(content["rows"][:-1], study.SIZES, study.SHARES)
+    assert bench.measured == ALL
+    assert bench.opened == [(name, 55808) for name in study.SHAPES] * 3
+    assert content["headline"]["moe84.configurations"]["value"] == 84
+
+
+def test_every_size_fits_an_h200() -> None:
+    need = {c: study.needed_bytes(c.model, c.tokens, 2) for c in ALL}
+    assert 10 << 30 < max(need.values()) < 80 << 30
+    for c in ALL:
+        assert need[c] > study.needed_bytes(c.model, c.tokens // 2, 2)
+
+
+def test_the_budget_ends_it_and_the_next_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    todo = study.configurations(["Hy3", "Qwen3.5"], [64, 128], [0.875, 0.5])
+    first, second = Bench(step=1.0), Bench()
+    monkeypatch.setattr(study.time, "monotonic", lambda: first.clock)
+    ended, content = walk(first, tmp_path / "moe.json", todo, budget_s=4.5)
+    assert not ended
+    assert len(content["rows"]) == 5  # the one that was begun at 4 s is finished
+    ended, content = walk(Bench(), tmp_path / "moe.json", todo, budget_s=-1)
+    assert not ended
+    assert content["headline"]["moe84.configurations"]["value"] == len(content["rows"]) == 5
+    ended, content = walk(second, tmp_path / "moe.json", todo, budget_s=4.5)
+    assert ended
+    assert first.measured + second.measured == [c for part in todo for c in part]
+    assert [study.key_of(r) for r in content["rows"]] == [c.key for part in todo for c in part]
+    assert content["headline"]["moe84.configurations"]["value"] == 16
+    more = Bench()
+    walk(
+        more, tmp_path / "moe.json", study.configurations(["Hy3", "GLM-5.2"], [64, 128], [0.875, 0.5])
+    )  # other shapes go into the same file
+    assert {c.model.name for c in more.measured} == {"GLM-5.2"}
+
+
+def test_nothing_is_opened_for_what_is_there_or_too_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    monkeypatch.setattr(study.time, "monotonic", iter([0.0, 10.0]).__next__)
+    ended, content = walk(bench, tmp_path / "moe.json", study.configurations(["Hy3"], [64], [0.5]), budget_s=5)
+    assert not ended
+    assert bench.opened == content["rows"] == []
+
+
+def test_what_does_not_fit_is_a_row_that_says_so(tmp_path: Path) -> None:
+    todo = study.configurations(["DSv4-Pro"], study.SIZES, study.SHARES)
+    free = study.needed_bytes(shape("DSv4-Pro"), study.SIZES[1], 2)
+    bench = Bench()
+    ended, content = walk(bench, tmp_path / "moe.json", todo, free=free)
+    skipped = [r for r in content["rows"] if "skipped" in r]
+    assert ended
+    assert {r["tokens"] for r in skipped} == {55808}
+    assert skipped[0]["skipped"] == f"needs {skipped[0]['needed_bytes']} bytes on each rank, {free} are free"
+    assert bench.opened == [("DSv4-Pro", 27904)] * 2
+    assert {r["max_tokens"] for r in study.measured(content["rows"])} == {27904}
+    assert content["headline"]["moe84.configurations"]["value"] == 8
+    bench = Bench()
+    ended, content = walk(bench, tmp_path / "none.json", todo, free=1)
+    assert bench.opened == []
+    assert len(content["rows"]) == 12
+    assert study.headline(content["rows"]) == {}
+
+
+class Pipeline:
+    """Stands for `KernelPipeline`: writes `value` into the output, on CPUs."""
+
+    def __init__(self, value: float, order: str | None):
+        columns = (2 * 768 // 256, 2048 // 256)
+        self.exchange = SimpleNamespace(order=None if order is None else WorkOrder.of(order, *columns, lead_rows=None, instances=66))
+        self.value, self.seen = value, set[tuple[Any, ...]]()
+
+    def run(self, x: torch.Tensor, scales: None, idx: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+        self.seen.add((x.shape, idx.shape, weights.shape, out.shape, idx.dtype))
+        out.fill_(self.value)
+
+    def check(self) -> None: ...
+
+
+def test_one_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interleaved(timed: dict[str, Any], calls: int, rounds: int, pause_s: float) -> dict[str, Times]:
+        for function in timed.values():
+            function()
+        return {name: at(1e6 * (i + 1) / calls) for i, name in enumerate(timed)}
+
+    monkeypatch.setattr(study.timing, "meet", lambda: None)
+    monkeypatch.setattr(study.timing, "interleaved", interleaved)
+    monkeypatch.setattr(study, "graphed", lambda function, calls, warm_up: function)
+    model = shape("Qwen3-30B")
+    c = study.Configuration(model, "power", 48, 0.875)
+    moe: Any = SimpleNamespace(rank=0, world=2, device=torch.device("cpu"))
+    x, weights = torch.ones(64, model.hidden, dtype=torch.bfloat16), torch.ones(64, model.top_k)
+    made = {"serial": Pipeline(1, None), **{order: Pipeline(1, order) for order in study.ORDERS}}
+    found = study._measure(moe, made, x, weights, c, rounds=5, pause_s=0.0)  # type: ignore[arg-type]
+    assert made["serial"].seen == {((48, 2048), (48, 8), (48, 8), (48, 2048), torch.int64)}
+    assert sum(found["counts"]) == 48 * 8
+    assert sum(found["counts"][64:]) == 48 * 7
+    assert found["gini"] > 0.3
+    assert found["lead_rows"] == made["interleaved"].exchange.order.lead_rows
+    assert found["derived"]["speedup"] == 1.5
+    json.dumps(found)
+    made["expert_wave"].value = 2
+    with pytest.raises(XStageError, match=r"orders: expert_wave and one GEMM after the other gave different bits for .*Qwen3-30B"):
+        study._measure(moe, made, x, weights, c, rounds=5, pause_s=0.0)  # type: ignore[arg-type]
+
+
+def test_derived_answers() -> None:
+    assert row(ALL[0])["derived"] == {"speedup": 1.2, "over_serial": 1.5, "auto_over_best": 1.0, "auto_loss": -0.1667}
+    assert row(ALL[0], wave=0.9e6)["derived"] == {"speedup": 0.9, "over_serial": 1.5, "auto_over_best": 1.1111, "auto_loss": 0.1111}
+
+
+def test_headline() -> None:
+    first, second = (next(c for c in ALL if c.share == share) for share in (0.875, 0.5))
+    rows = [row(first, wave=1.6e6), row(second, wave=0.9e6), row(first, wave=0.985e6)]
+    figures = {key: entry["value"] for key, entry in study.headline(rows).items()}
+    assert figures["moe84.geomean"] == round((1.6 * 0.9 * 0.985) ** (1 / 3), 4)
+    assert (figures["moe84.median"], figures["moe84.max"], figures["moe84.min"]) == (0.985, 1.6, 0.9)
+    assert (figures["moe84.f12.geomean"], figures["moe84.f78.max"], figures["moe84.f78.min"]) == (0.9, 1.6, 0.985)
+    assert (figures["moe.auto_within_2pct.share"], figures["moe.auto_worst_loss"]) == (0.6667, 0.1111)
+    assert figures["moe84.over_serial.geomean"] == 1.5
+
+
+def test_table_and_chart(tmp_path: Path) -> None:
+    assert tables.TABLES["moe-orders"](tmp_path) == "Not measured yet."
+    skipped = {**ALL[1].what, "needed_bytes": 40 << 30, "skipped": "needs more"}
+    rows = [row(ALL[0], predicted={"speedup": 1.1}), skipped, *(row(c, wave=9e5 + 1e4 * i) for i, c in enumerate(ALL[2:]))]
+    settings = {
+        "world": 2, "rounds": 5, "shares": [0.875, 0.5], "sizes": study.SIZES, "routings": study.ROUTINGS,
+        "auto": "interleaved",
+    }  # fmt: skip
+    content = {"study": "moe", "complete": True, "settings": settings, "rows": rows}
+    (tmp_path / "h200x2").mkdir()
+    path = tmp_path / "h200x2" / "moe.json"
+    path.write_text(json.dumps(content))
+    text = tables.TABLES["moe-orders"](tmp_path)
+    assert "| maximum | 1.710 | 1.690 | 1.710 | 1.62 |" in text
+    assert "| configurations | 83 | 41 | 42 | 84 |" in text
+    assert "| DiT-MoE, balanced, 8,192 | 0.25, 3.0 | 1.200 | 1.100 | 1.50 | 1.020 | – | 1.50 |" in text
+    assert "| DiT-MoE, skewed, 8,192 | 0.25, 3.0 | needs 40 GiB | – | – | " in text
+    assert text.count("\n| ") == 5 + 43
+    assert "the rest is not measured" not in text
+    path.write_text(json.dumps({**content, "complete": False, "rows": rows[:2]}))
+    assert "2 of 84 configurations: the rest is not measured yet." in tables.TABLES["moe-orders"](tmp_path)
+    path.write_text(json.dumps({**content, "rows": [skipped]}))
+    assert tables.TABLES["moe-orders"](tmp_path) == "Not measured yet."
+    path.write_text(json.dumps(content))
+    written = moe_charts.write_all(path.parent, tmp_path / "charts")
+    assert [p.stem for p in written] == ["figure8-measured"]
+    figure = moe_charts.measured_speedups(content)
+    axis = figure.axes[0]
+    levels = {float(line.get_ydata()[0]) for line in axis.lines if len(set(line.get_ydata())) == 1 and len(line.get_ydata()) == 2}
+    assert levels >= {1, *MOE84.values()}
+    assert len(axis.patches) == 83
+    heights = [p.get_y() + p.get_height() for p in sorted(axis.patches, key=lambda p: p.get_x())]
+    assert np.allclose(heights, sorted(heights))
+
+
+def drawn(model: str, family: str, tokens: int, share: float) -> dict[str, Any]:
+    m = shape(model)
+    picks = [
+        routing.draw_remote(tokens, m.experts, m.top_k, ranks=2, me=me, share=share, alpha=study.ROUTINGS[family]) for me in range(2)
+    ]  # fmt: skip
+    counts = sum(routing.count(p, m.experts) for p in picks)
+    lead = WorkOrder.of("interleaved", 2 * m.intermediate // 256, m.hidden // 256, lead_rows=None, instances=66).lead_rows
+    return row(study.Configuration(m, family, tokens, share), counts=counts.tolist(), lead_rows=lead)  # type: ignore[union-attr]
+
+
+def test_prediction_takes_the_rows_load_and_share() -> None:
+    platform = load_platform("h200-nvlink4", samples=False)
+    half, seven = (drawn("DiT-MoE", "power", 1024, share) for share in (0.5, 0.875))
+    work = prediction.workload(half, 2)
+    assert work.load.counts.sum() == 2 * 1024 * 4
+    assert (work.pairs1, work.pairs2) == (5, 10)
+    less, more = (prediction.predict(r, platform, 2) for r in (half, seven))
+    assert less is not None
+    assert more is not None
+    assert more["expert_wave_ns"] > less["expert_wave_ns"]  # more bytes on the same link
+    assert less["speedup"] == round(less["expert_wave_ns"] / less["interleaved_ns"], 4)
+    assert less["winner"] in study.ORDERS
+    assert less["plan"] in study.ORDERS
+    assert prediction.predict({**half, "share": 0.6}, platform, 2) is None
+    assert prediction.predict({**half, "share": 1.0}, platform, 2) is None
+    assert prediction.predict({**half, "share": 2 / 3}, platform, 2) is None
+
+
+def test_prediction_is_added_to_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "moe.json"
+    rows = [drawn("DiT-MoE", "balanced", 512, 0.875), {**ALL[1].what, "skipped": "needs more", "needed_bytes": 1}]
+    path.write_text(json.dumps({"study": "moe", "settings": {"world": 2}, "complete": True, "rows": rows, "headline": {}}))
+    content = prediction.annotate(path)
+    assert content == json.loads(path.read_text(encoding="utf-8"))
+    assert "predicted" not in content["rows"][1]
+    found = content["rows"][0]["predicted"]
+    error = abs(found["speedup"] / 1.2 - 1)
+    assert content["headline"]["moe84.predicted_speedup_error.max"]["value"] == pytest.approx(error, abs=1e-4)
+    assert content["headline"]["moe84.geomean"]["value"] == 1.2
+    loss = {"interleaved": -0.1667, "expert_wave": 0.0}[found["winner"]]
+    assert content["headline"]["moe.winner_worst_loss"]["value"] == loss
+    path.write_text(json.dumps({"study": "dit"}))
+    for wrong in (path, tmp_path / "none.json"):
+        with pytest.raises(XStageError, match="path: "):
+            prediction.annotate(wrong)
+
+
+def test_times_of_a_tile_are_those_of_the_grouped_gemms() -> None:
+    path = Path(__file__).parent.parent / "results" / "h200" / "grouped-gemm.json"
+    points = []
+    for r in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+        for layer, k in (("linear1", shape(r["shape"]).hidden), ("linear2", shape(r["shape"]).intermediate)):
+            points.append((k, 2 * 128 * 256 * k / (r["tflops"][layer] * 1e3 / 132)))
+    k, ns = np.array(points).T
+    slope, rest = np.polyfit(k, ns, 1)
+    assert slope == pytest.approx(prediction.NS_PER_K, rel=1e-3)
+    assert rest == pytest.approx(prediction.EPILOGUE_NS, rel=1e-3)
+    assert np.abs((prediction.NS_PER_K * k + prediction.EPILOGUE_NS) / ns - 1).max() < 0.04
