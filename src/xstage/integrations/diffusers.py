@@ -6,10 +6,10 @@
     image = pipe(...).images[0]
     disable(pipe)
 
-What is diffusers': the model's context-parallel plan says which tensors are split over the ranks; its hooks split them; its processors call
-its attention dispatcher. What is added: an attention backend, one per backend that the processors had (`_backend`), which sends q, k and v
-to the ranks of their heads and runs attention whose rows go back; and hooks that put the output together again. Nothing of diffusers is changed but the
-model's own attributes, which `disable` puts back.
+What is diffusers': the model's context-parallel plan says which tensors are split over the ranks; its hooks split them; its processors
+call its attention dispatcher. What is added: an attention backend, one per backend that the processors had (`_backend`), which sends q, k
+and v to the ranks of their heads and runs attention whose rows go back; and hooks that put the output together again. Nothing of diffusers
+is changed but the model's own attributes, which `disable` puts back.
 
 A sequence is cut as `torch.tensor_split` cuts it, every stream (text, image) by itself. A rank's rows of all streams are contiguous in
 the sequence that attention sees: full attention does not mind the order of its keys.
