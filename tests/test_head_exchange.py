@@ -242,14 +242,18 @@ class Reader:
         return self._left > 0
 
 
-def calls_in_a_row(machine: Machine, count: int, meets: Any) -> list[str]:
-    """`count` calls of every rank, each with a reader behind it; which of them did not find their results."""
+def calls_in_a_row(machine: Machine, count: int, meets: Any, later: int = 0) -> list[str]:
+    """`count` calls of every rank, a reader of each result behind the call that comes `later`; which did not find their results."""
     generator, wrong = torch.Generator().manual_seed(3), list[str]()
     streams: list[list[Any]] = [[] for _ in machine.exchanges]
+    drawn: list[Any] = []
     for number in range(count):
         whole = machine.draw(generator)
+        drawn.append(whole)
         for rank, stream in enumerate(streams):
-            stream += [*machine.launch(rank, whole, number, meets(number)), Reader(machine, rank, whole, number, wrong)]
+            stream += machine.launch(rank, whole, number, meets(number))
+            if number >= later:
+                stream.append(Reader(machine, rank, drawn[number - later], number - later, wrong))
     run(streams, seed=count)
     return wrong
 
@@ -281,6 +285,14 @@ def test_without_a_meeting_a_single_buffer_is_overwritten(monkeypatch: pytest.Mo
     """Or the test before would prove nothing."""
     machine = Machine(Case((8, 9), (2, 1), 128, buffers=1), monkeypatch)
     assert calls_in_a_row(machine, 6, lambda number: False)
+
+
+@needs_compiler
+@pytest.mark.parametrize("buffers", [2, 3])
+def test_how_long_a_result_may_be_read(buffers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two buffers until the next call; a third one adds a call."""
+    machine = Machine(Case((8, 9), (2, 1), 128, buffers=buffers), monkeypatch)
+    assert bool(calls_in_a_row(machine, 8, lambda number: False, later=1)) == (buffers == 2)
 
 
 @needs_compiler
