@@ -11,11 +11,12 @@ What it runs on: `fused` (one Hopper kernel, `kernel_sm90.py`), `push` or `nccl`
 (CPU tensors, gloo). Which one is decided once, by all ranks together, when the object is made; anything but `fused` on GPUs is said
 once as a warning, or refused with `fallback="error"`.
 
-Outputs of `attend(…)` are views of the object's own buffers: there are `buffers` of them (2), so an output stays valid until the rank's
-call after the next has started on the stream. `copy=True`, `flash_attention_a2a`, and any call under `torch.compile` return tensors of
-their own. A call may follow another at once: a rank's kernel does not store into a peer's buffer before that peer has read
-what was in it (`kernel_sm90.py` has the argument), so no barrier is needed between calls, replays or layers. Calls of one object must
-be ordered on each rank (one stream, or streams ordered by events) and come in the same order on every rank.
+Outputs of `attend(…)` are views of the object's own buffers, of which there are `buffers` (2). An output may be read until this rank's
+next call: what reads it must be on the stream before that call is; with a third buffer, before the call after. `copy=True`,
+`flash_attention_a2a`, and any call under `torch.compile` return tensors of their own. A call may follow another at once: a rank's kernel
+does not store into a peer's buffer before that peer has read what was in it (`kernel_sm90.py` has the argument), so no barrier is needed
+between calls, replays or layers. Calls of one object must be ordered on each rank (one stream, or streams ordered by events) and come in
+the same order on every rank.
 
 CUDA graphs: call once with the same shapes before capture (buffers, tables and the compiled kernel are made then); keep the object
 alive as long as the graph. Forward only.
@@ -136,7 +137,7 @@ class AttentionA2A:
         max_batch: most sequences in a call.
         max_local_rows: most rows that one rank owns (None: an even share of `max_sequence`).
         device: None: the current CUDA device if the group has a GPU back end, else the CPU.
-        buffers: outputs that stay valid at a time.
+        buffers: 2; each further one keeps outputs valid for one more call; 1 takes less memory, and the ranks meet before every call too.
         variant: how the fused kernel runs.
         timeout_s: bound of every wait on a peer, in the kernel and on the host.
         fallback: `serial`: where the fused kernel cannot run, warn once and run attention, then an exchange; `error`: refuse.

@@ -76,7 +76,7 @@ def enable(
         group: process group (None: the default one), or a device mesh: of one dimension, or with one that is named `ulysses`.
         plan: instead of the model's `_cp_plan`.
         copy: attention outputs are tensors of their own instead of views of the operator's buffers: for code that keeps
-            an attention output beyond the attention call after the next.
+            an attention output beyond the next attention call.
         options: `max_sequence` and `max_batch` (buffers of at least that size from the start; they grow when a call needs it), and
             `buffers`, `variant`, `timeout_s`, `fallback` of `AttentionA2A`.
 
