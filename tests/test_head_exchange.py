@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -315,6 +316,53 @@ def test_a_peer_that_does_not_come(met: bool, monkeypatch: pytest.MonkeyPatch) -
     assert said == ([1 << 32 | PEER_GAVE_UP << 16 | 0 << 8 | DONE + 1] if met else [0])
     run([machine.launch(0, whole, 1, False)])  # no later call stores anything
     assert all((x.view(torch.uint8) == POISON).all() for rank in range(2) for x in machine.got(rank, 1))
+
+
+@needs_compiler
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_which_kernels_a_call_launches(buffers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from xstage.attention import entry, heads_sm90
+    from xstage.device import meeting
+
+    machine = Machine(Case((4, 4), (1, 1), 16, buffers=buffers), monkeypatch)
+    to_heads, launched = machine.exchanges[0], list[str]()
+    graph = 0
+
+    def log(name: str) -> Any:
+        return lambda *_: launched.append(name)
+
+    monkeypatch.setattr(heads_sm90, "compiled_to_heads", lambda *_: log("copy"))
+    monkeypatch.setattr(meeting, "compiled_meeting", lambda _, kind, last, ahead=False: log(f"{('entered', 'done')[kind]} {last} {ahead}"))
+    monkeypatch.setattr(entry, "_capture_id", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: graph != 0)
+    to_heads.mode, to_heads._closed, to_heads._turn, to_heads._entry = "kernel", False, 0, entry.Entry()
+    to_heads._plans, to_heads._agreed = {}, {machine.call}
+    to_heads._watch.check = lambda: None  # type: ignore[method-assign]
+    x = [torch.zeros(1, 4, 2, 16, dtype=torch.bfloat16) for _ in range(3)]
+
+    def call() -> tuple[bool, int]:
+        """Whether the ranks met before, and which buffer was written."""
+        launched.clear()
+        q, _, _ = to_heads(*x)
+        assert launched[-2:] == ["copy", "done True True"]
+        assert launched[:-2] in ([], ["entered False False"])
+        start: Any = q[0]
+        return len(launched) == 3, [to_heads._starts(turn)[0] for turn in range(buffers)].index(start)
+
+    one = buffers == 1
+    assert [call() for _ in range(3)] == [(one, 0), (one, 1 % buffers), (one, 0)]
+    graph = 7
+    assert [call() for _ in range(3)] == [(True, 1 % buffers), (one, 0), (one, 1 % buffers)]
+    graph = 8
+    assert call() == (True, 0)
+    graph = 0
+    assert [call()[0] for _ in range(2)] == [True, True]  # between them a graph may have been replayed
+    to_heads._plans.clear()
+    graph = 9
+    with pytest.raises(XStageError, match="before capturing"):
+        call()
 
 
 # ---- gloo

@@ -34,6 +34,7 @@ import warnings
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -151,7 +152,7 @@ class HeadExchange:
             XStageError: an argument does not fit the object, or the ranks were given different problems.
             PeerTimeout: a peer did not come to this call's agreement, or to an earlier call's kernel.
         """
-        layout = SequenceLayout.shards([q.shape[1]] * self.world) if layout is None else layout
+        layout = alike(q.shape[1], self.world) if layout is None else layout
         self._validate(q, k, v, layout)
         if self.mode == "kernel":
             self._watch.check()
@@ -320,6 +321,12 @@ class HeadExchange:
             raise XStageError(f"q: batch {q.shape[0]} is not in 1 … max_batch = {self.max_batch}")
         if layout.sequence > self.max_sequence:
             raise XStageError(f"layout: sequence {layout.sequence} is longer than max_sequence = {self.max_sequence}")
+
+
+@lru_cache(maxsize=64)
+def alike(rows: int, world: int) -> SequenceLayout:
+    """Contiguous shards of `rows` rows each."""
+    return SequenceLayout.shards([rows] * world)
 
 
 def _why_no_kernel(device: torch.device, head_bytes: int, world: int) -> str:

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from xstage.attention import layout as lay
 from xstage.attention import reference, serial
 from xstage.attention.entry import Entry
-from xstage.attention.heads import FALLBACKS, HeadExchange, aligned
+from xstage.attention.heads import FALLBACKS, HeadExchange, aligned, alike
 from xstage.attention.layout import SequenceLayout
 from xstage.errors import UnsuitableMachine, XStageError
 from xstage.platform import KiB
@@ -245,7 +245,7 @@ class AttentionA2A:
         Raises:
             XStageError, UnsuitableMachine, PeerTimeout: see `HeadExchange` and the object's call.
         """
-        where = SequenceLayout.shards([q.shape[1]] * self.world) if layout is None else layout
+        where = alike(q.shape[1], self.world) if layout is None else layout
         if self.inputs is None:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise XStageError("ulysses: call it once with these shapes before capturing a CUDA graph")
