@@ -168,6 +168,8 @@ def _action(words: list[str], arguments: list[str]) -> str:
     bits = 1 if what == "pred" else int(what[1:]) if what[1:].isdigit() else 32
     if kind in ("ld", "st", "red", "atom"):
         return _access(words, arguments, bits)
+    if kind == "griddepcontrol":
+        return "pass"  # the grid before is done
     if words == ["bar", "sync"] and arguments == ["0"]:
         return "yield 'cta',"
     if words == ["bar", "warp", "sync"] and arguments == ["-1"]:
@@ -197,6 +199,8 @@ def _action(words: list[str], arguments: list[str]) -> str:
             value = a
         case ["add", "f32"]:
             value = f"_bits(_float({a}) + _float({b}))"
+        case ["div", "u32"]:
+            value = f"{a} // {b}"
         case ["div", "rn", "f32"]:
             value = f"_bits(_float({a}) / _float({b}))"
         case ["div", "rp", "f32"]:

@@ -16,24 +16,33 @@ import torch
 from xstage.bench import tables
 from xstage.bench.timing import Times
 from xstage.errors import UnsuitableMachine, XStageError
+from xstage.platform import load_platform
 from xstage.studies import dit as study
+from xstage.studies import dit_models
 
 
 def at(us: float) -> Times:
     return Times([[us * 1e3 - 5], [us * 1e3]], [[None]] * 2, 1)
 
 
-STEP = {"diffusers_native": at(1200), "diffusers_cudnn": at(1100), "ours": at(1000), "ours_push": at(1050)}
+STEP = {
+    "diffusers_native": at(1200), "diffusers_cudnn": at(1100), "ours": at(1000), "ours_push": at(1050), "ours_all_to_all": at(1040),
+}  # fmt: skip
 LAYER = {
     "diffusers_native": at(400), "alone_diffusers_native": at(320), "diffusers_cudnn": at(380), "alone_diffusers_cudnn": at(280),
-    "ours": at(290), "ours_push": at(330), "alone_ours": at(260),
+    "ours": at(290), "ours_push": at(330), "ours_all_to_all": at(325), "alone_ours": at(260),
+    "exchange_packed": at(25), "exchange_all_to_all": at(60),
 }  # fmt: skip
 
 
 def test_derived_answers() -> None:
-    assert study.derived({"step": STEP, "layer": LAYER, "layer_graph": {"ours": at(280), "alone_ours": at(260)}}) == {
+    graph = {"ours": at(280), "alone_ours": at(260), "exchange_packed": at(22)}
+    assert study.derived({"step": STEP, "layer": LAYER, "layer_graph": graph}, 20e3) == {
         "step_speedup": 1.1, "step_over_push": 1.05, "exposed_ours_ns": 30e3, "exposed_ours_push_ns": 70e3, "exposed_diffusers_ns": 100e3,
         "layer_speedup": round(380 / 290, 4), "exposed_share": 0.3, "exposed_ours_graph_ns": 20e3,
+        "step_over_all_to_all": 1.04, "exposed_ours_all_to_all_ns": 65e3, "exchange_bound_ns": 20e3,
+        "exchange_packed_ns": 25e3, "exchange_packed_over_bound": 1.25, "exchange_all_to_all_ns": 60e3,
+        "exchange_all_to_all_over_bound": 3.0, "exchange_packed_graph_ns": 22e3, "exchange_packed_over_bound_graph": 1.1,
     }  # fmt: skip
     assert study.derived({"layer": {**LAYER, "alone_diffusers_cudnn": at(380)}}).keys() & {"exposed_share", "step_speedup"} == set()
     assert study.derived({}) == {}
@@ -42,7 +51,8 @@ def test_derived_answers() -> None:
 def row(name: str, share: float, speedup: float) -> dict[str, Any]:
     times = {"step": STEP, "layer": LAYER}
     return {
-        "name": name, "heads": 24, "sequence": 4608, "derived": {**study.derived(times), "exposed_share": share, "step_speedup": speedup},
+        "name": name, "heads": 24, "sequence": 4608,
+        "derived": {**study.derived(times, 20e3), "exposed_share": share, "step_speedup": speedup},
         "groups": {group: {n: t.to_json() for n, t in measured.items()} for group, measured in times.items()},
     }  # fmt: skip
 
@@ -52,6 +62,7 @@ def test_headline() -> None:
     figures = {key: entry["value"] for key, entry in study.headline(rows).items()}
     assert figures == {
         "dit.exposed_share_of_diffusers.max": 0.4, "dit.step_speedup.min": 1.1, "dit.step_speedup.geomean": round(1.32**0.5, 4),
+        "dit.exchange_over_bound.max": 1.25,
         "dit.step_speedup.flux_1_1024": 1.1, "dit.step_speedup.wan_1_3b_480p": 1.2,
     }  # fmt: skip
     rows[0]["derived"]["exposed_share_graph"] = 0.25
@@ -64,11 +75,11 @@ def test_table(tmp_path: Path) -> None:
     (tmp_path / "h200x2").mkdir()
     content = {"settings": {"world": 2, "layers": 3}, "rows": [row("FLUX.1 1024²", 0.3, 1.1)]}
     (tmp_path / "h200x2" / "dit.json").write_text(json.dumps(content))
-    line = "| FLUX.1 1024² | 24, 4,608 | 1,100 cudnn | 1,050 | 1,000 | 1.100× | 100 | 70 | 30 | 0.30 | – | – | – | – |"
+    line = "| FLUX.1 1024² | 24, 4,608 | 1,100 cudnn | 1,050 | 1,000 | 1.100× | 100 | 70 | 30 | 0.30 | – | – | – | – | 20 | 25 | 60 |"
     assert line in tables.TABLES["dit"](tmp_path)
     content["rows"][0]["groups"] = content["rows"][0]["derived"] = {}
     (tmp_path / "h200x2" / "dit.json").write_text(json.dumps(content))
-    assert f"| FLUX.1 1024² | 24, 4,608 {'| – ' * 12}|" in tables.TABLES["dit"](tmp_path)
+    assert f"| FLUX.1 1024² | 24, 4,608 {'| – ' * 15}|" in tables.TABLES["dit"](tmp_path)
 
 
 def test_models_as_published() -> None:
@@ -79,6 +90,15 @@ def test_models_as_published() -> None:
     qwen = study.MODELS["qwen_image_1328"]
     assert [qwen.rows(rank, 2) for rank in range(2)] == [3445 + 128, 3444 + 128]
     assert sum(qwen.rows(rank, 3) for rank in range(3)) == qwen.sequence
+
+
+def test_bound_by_hand() -> None:
+    platform = load_platform("h200-nvlink4", samples=False)
+    rate = float(platform.method("st_global").drain_rate(platform.sms))
+    sent = {"flux_1_1024": 2304 * 12 * 256 * 3, "wan_14b_480p": 16380 * 20 * 256 * 3, "qwen_image_1328": 3573 * 12 * 256 * 3}
+    for name, bytes_ in sent.items():
+        assert dit_models.exchange_bound_ns(study.MODELS[name], 2, platform) == pytest.approx(bytes_ / rate)
+    assert dit_models.exchange_bound_ns(study.MODELS["wan_14b_480p"], 8, platform) == pytest.approx(4095 * 35 * 256 * 3 / rate)
 
 
 def test_outputs_that_differ_are_refused() -> None:
@@ -163,8 +183,10 @@ def dry_run(rank: int, world: int) -> None:
         assert all(0 < e < 0.05 for e in found["errors"].values()), (name, found["errors"])
         assert set(found["groups"]) == {"step", "layer"}
         assert set(found["groups"]["layer"]) == {"diffusers_native", "alone_diffusers_native", "ours", "alone_ours"}, name
-        assert found["missing"].keys() == {"diffusers_cudnn", "ours_push"}
-        assert found["missing"]["ours_push"] == "runs as reference"
+        missing = {"ours_push", "ours_all_to_all", "exchange_packed", "exchange_all_to_all"}
+        assert found["missing"].keys() == {"diffusers_cudnn", *missing}
+        assert {found["missing"][name] for name in missing} == {"runs as reference"}
+        assert found["derived"]["exchange_bound_ns"] > 0
         assert found["derived"]["step_speedup"] == 2.0
         json.dumps(found)
 

@@ -9,16 +9,15 @@ Not covered: the order of memory and time (tests/gpu/test_moe_exchange.py), the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
-import machine_code
 import pytest
 import torch
+from emulated_launch import Array, addresses, emulated, translated
 from emulated_memory import POISON, Memory
-from ptx_interpreter import Grid, Kernel, run, translate
+from ptx_interpreter import Grid, Kernel, run
 
 from xstage.moe import quantize, routing
 from xstage.moe.exchange import Exchange, scratch_shapes
@@ -59,35 +58,6 @@ class Case:
     def __str__(self) -> str:
         dtypes = f"{'int64' if self.wide else 'int32'}-{'e4m3' if self.quantized else 'bf16'}"
         return f"{self.order or ('pull' if self.pull else 'steps')}-{self.picks}-{dtypes}-{'.'.join(map(str, self.tokens))}"
-
-
-class Array:
-    """A tensor in emulated memory, as far as `Exchange` looks at one."""
-
-    def __init__(self, memory: Memory, shape: tuple[int, ...], dtype: torch.dtype, address: int | None = None):
-        self.memory, self.shape, self.dtype = memory, shape, dtype
-        self.address = memory.allocate(max(torch.Size(shape).numel() * dtype.itemsize, 16)) if address is None else address
-
-    @classmethod
-    def of(cls, memory: Memory, tensor: torch.Tensor) -> Array:
-        array = cls(memory, tuple(tensor.shape), tensor.dtype)
-        memory.put(tensor, array.address)
-        return array
-
-    def data_ptr(self) -> int:
-        return self.address
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    @property
-    def value(self) -> torch.Tensor:
-        return self.memory.get(self.address, self.shape, self.dtype)
-
-
-@cache
-def translated(kernel: Any) -> Kernel:
-    return translate(machine_code.content(kernel.__ptx__).decode())
 
 
 class Rank:
@@ -151,8 +121,7 @@ class Rank:
             "count": -(-tokens // CHUNK_TOKENS), "dispatch": -(-tokens // 8), "stage": -(-tokens // 8), "arrange": layout.rows // TILE_ROWS,
             "fetch": layout.rows // 8, "reduce": -(-tokens * layout.hidden // 8 // 256),
         }  # fmt: skip
-        addresses = [argument.address if isinstance(argument, Array) else argument for argument in arguments]
-        return Grid(kernel, max(ctas.get(name, 1), 1), addresses, self.machine.memory, seed=self.machine.next_seed())
+        return Grid(kernel, max(ctas.get(name, 1), 1), addresses(arguments), self.machine.memory, seed=self.machine.next_seed())
 
     def send(self) -> Grid:
         from send_kernel import compiled_send
@@ -200,16 +169,6 @@ class Machine:
     def next_seed(self) -> int:
         self._seed += 1
         return self._seed
-
-
-def emulated(compiled: Any) -> Any:
-    """`compiled_…` whose kernels say what they were called with instead of running."""
-
-    def made(*options: Any) -> Any:
-        kernel = translated(compiled(*options))
-        return lambda *arguments: (kernel, arguments)
-
-    return made
 
 
 def check_plan(machine: Machine, counts: torch.Tensor) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -138,6 +139,23 @@ class Agreement:
                     f"{what}: rank {self._ranks[self._rank]} was given {_differing(mine, theirs)}, rank {self._ranks[rank]} "
                     f"{_differing(theirs, mine)}; all ranks must be given the same"
                 )
+
+
+def allocate_together(
+    size_bytes: int, group: dist.ProcessGroup, device: torch.device, agreement: Agreement
+) -> tuple[SymmetricBuffer | None, list[str]]:  # fmt: skip
+    """Symmetric memory on every rank, or None on every rank; and of each rank why it has none (empty: it is not the one)."""
+    buffer, failure = None, ""
+    hosts = agreement.reach("host", socket.gethostname())
+    if len(set(hosts)) > 1:
+        failure = f"ranks are on different hosts ({', '.join(sorted(set(hosts)))})"
+    if not any(agreement.reach("readiness", failure)):
+        try:
+            buffer = SymmetricBuffer(size_bytes, group, device)
+        except UnsuitableMachine as error:
+            failure = str(error)
+    failures = agreement.reach("allocation", failure)
+    return (None if any(failures) else buffer), failures
 
 
 class Refusals:

@@ -4,8 +4,9 @@ Attention leaves [whole sequence, my heads] on a rank; the exchange makes [my se
 the whole sequence which rank owns it and which row of that rank's output it becomes: even and uneven shards, text tokens before or
 after image tokens, lengths that neither ranks nor tiles divide. `head_shards` does the same for heads.
 
-The kernel itself knows none of this. It follows two tables made here: `row_table` (an address per row) and `tile_table` (which tile
-each CTA computes, in which order), the latter only where `turns` cannot say the same. The *order of destinations in time* is part of the
+The kernels themselves know none of this. That of the exchange before attention follows `head_table` (an address per head). That of
+attention follows `row_table` (an address per row) and `tile_table` (which tile each CTA computes, in which order), the latter only where
+`turns` cannot say the same. The *order of destinations in time* is part of the
 design, because stores of one wave of tiles are one burst of the X-Stage (paper, section 4.3, equation 10: a burst should stay below the
 capacity Q, of which every SM has its share):
 
@@ -191,6 +192,28 @@ def row_table(layout: SequenceLayout, bases: Sequence[int], batch: int, row_byte
     rows = np.asarray(layout.local_rows, np.int64)[layout.owner]
     place = np.arange(batch, dtype=np.int64)[:, None] * rows + layout.local_row
     return np.asarray(bases, np.int64)[layout.owner] + place * row_bytes + head_offset_bytes
+
+
+def head_table(bases: Sequence[int], heads_per_rank: Sequence[int], head_bytes: int) -> NDArray[np.int64]:
+    """int64 [all heads, 2]: where the first row of a head is stored, and the bytes from one row to the next.
+
+    The inverse direction of `row_table`: rank r's heads lie at `bases[r]` as [batch, whole sequence, its heads, head dim], `head_bytes` per
+    row of a head.
+    """
+    heads = np.asarray(heads_per_rank, np.int64)
+    owner = np.repeat(np.arange(len(heads)), heads)
+    within = np.arange(heads.sum()) - (heads.cumsum() - heads)[owner]
+    return np.stack([np.asarray(bases, np.int64)[owner] + within * head_bytes, heads[owner] * head_bytes], 1)
+
+
+def sent_bytes(layout: SequenceLayout, rank: int, heads: Sequence[int], kv_heads: Sequence[int], head_bytes: int, batch: int = 1) -> int:
+    """Bytes of q, k and v that leave a rank when its rows go to the ranks of their heads.
+
+    Args:
+        heads, kv_heads: of each rank. head_bytes: of a row of one head.
+    """
+    away = sum(heads) - heads[rank] + 2 * (sum(kv_heads) - kv_heads[rank])
+    return batch * layout.local_rows[rank] * away * head_bytes
 
 
 def block_owner(layout: SequenceLayout, tile_rows: int) -> NDArray[np.int64]:

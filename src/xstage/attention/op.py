@@ -3,17 +3,20 @@
     with xstage.AttentionA2A(group, max_sequence=32768, heads=24, head_dim=128) as attend:
         out = attend(q, k, v)                                # [batch, my rows, all heads, head dim]
 
-    out = xstage.flash_attention_a2a(q, k, v, group=group)   # the same, with buffers kept per process
+        out = attend.ulysses(q, k, v)                        # in: [batch, my rows, all heads, head dim], as the output
+
+    out = xstage.flash_attention_a2a(q, k, v, group=group)   # as the first, with buffers kept per process
 
 What it runs on: `fused` (one Hopper kernel, `kernel_sm90.py`), `push` or `nccl` (attention, then an exchange: `serial.py`), `reference`
 (CPU tensors, gloo). Which one is decided once, by all ranks together, when the object is made; anything but `fused` on GPUs is said
 once as a warning, or refused with `fallback="error"`.
 
-Outputs of `attend(…)` are views of the object's own buffers: there are `buffers` of them (2), so an output stays valid until the rank's
-call after the next has started on the stream. `copy=True`, `flash_attention_a2a`, and any call under `torch.compile` return tensors of
-their own. A call may follow another at once: a rank's kernel does not store into a peer's buffer before that peer has read
-what was in it (`kernel_sm90.py` has the argument), so no barrier is needed between calls, replays or layers. Calls of one object must
-be ordered on each rank (one stream, or streams ordered by events) and come in the same order on every rank.
+Outputs of `attend(…)` are views of the object's own buffers, of which there are `buffers` (2). An output may be read until this rank's
+next call: what reads it must be on the stream before that call is; with a third buffer, before the call after. `copy=True`,
+`flash_attention_a2a`, and any call under `torch.compile` return tensors of their own. A call may follow another at once: a rank's kernel
+does not store into a peer's buffer before that peer has read what was in it (`kernel_sm90.py` has the argument), so no barrier is needed
+between calls, replays or layers. Calls of one object must be ordered on each rank (one stream, or streams ordered by events) and come in
+the same order on every rank.
 
 CUDA graphs: call once with the same shapes before capture (buffers, tables and the compiled kernel are made then); keep the object
 alive as long as the graph. Forward only.
@@ -23,7 +26,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import socket
 import warnings
 import weakref
 import zlib
@@ -37,12 +39,13 @@ import torch.distributed as dist
 
 from xstage.attention import layout as lay
 from xstage.attention import reference, serial
+from xstage.attention.entry import Entry
+from xstage.attention.heads import FALLBACKS, HeadExchange, aligned, alike
 from xstage.attention.layout import SequenceLayout
 from xstage.errors import UnsuitableMachine, XStageError
 from xstage.platform import KiB
-from xstage.symmetric import Agreement, SymmetricBuffer, Watch, default_device, next_number, ranks_of
+from xstage.symmetric import Agreement, SymmetricBuffer, Watch, allocate_together, default_device, next_number, ranks_of
 
-FALLBACKS = ("serial", "error")
 STORES = ("owner", "local", "remote")
 LAST_LAUNCHES = ("ahead", "after")
 STARTS = ("auto", "table")
@@ -134,7 +137,7 @@ class AttentionA2A:
         max_batch: most sequences in a call.
         max_local_rows: most rows that one rank owns (None: an even share of `max_sequence`).
         device: None: the current CUDA device if the group has a GPU back end, else the CPU.
-        buffers: outputs that stay valid at a time.
+        buffers: 2; each further one keeps outputs valid for one more call; 1 takes less memory, and the ranks meet before every call too.
         variant: how the fused kernel runs.
         timeout_s: bound of every wait on a peer, in the kernel and on the host.
         fallback: `serial`: where the fused kernel cannot run, warn once and run attention, then an exchange; `error`: refuse.
@@ -171,7 +174,7 @@ class AttentionA2A:
         self.device = default_device(device, group)
         self.variant, self.buffers, self.timeout_s = variant or Variant(), buffers, timeout_s
         self._turn, self._closed, self.reason = 0, False, ""
-        self._waited, self._capture, self._captured = True, 0, False  # the allocation was a meeting of all ranks
+        self._entry = Entry()
         self._plans: dict[_Call, _Plan] = {}
         self._agreed: set[tuple[_Call, str]] = set()
         self._exchanges: dict[tuple[Any, ...], serial.NcclExchange] = {}
@@ -184,7 +187,9 @@ class AttentionA2A:
                              "head_dim": head_dim, "dtype": str(dtype), "max_batch": max_batch, "max_local_rows": self.max_local_rows,
                              "buffers": buffers, "device": self.device.type, "fallback": fallback},
         )  # fmt: skip
+        self._fallback = fallback
         self.mode = self._choose_mode(fallback)
+        self.inputs: HeadExchange | None = None  # of `ulysses`, made by its first call
         self._handle = next(_ids)
         _OBJECTS[self._handle] = self
 
@@ -218,6 +223,39 @@ class AttentionA2A:
             if copy:
                 out, lse = out.clone(), None if lse is None else lse.clone()
         return (out, lse) if return_lse else out
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
+    def ulysses(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, softmax_scale: float | None = None,
+        layout: SequenceLayout | None = None, return_lse: bool = False, copy: bool | None = None,
+    ) -> Any:  # fmt: skip
+        """The whole of Ulysses attention: q, k and v of my rows to the ranks of their heads, attention, its rows to their owners.
+
+        The first call makes the buffers of the first exchange (`heads.HeadExchange`), on every rank. Under `torch.compile` a call is a
+        graph break.
+
+        Args:
+            q: [batch, my rows, all query heads, head dim]. k, v: [batch, my rows, all key/value heads, head dim].
+            layout: which rank owns which rows (None: contiguous shards, every rank has as many rows as this one).
+            Others: as the object's call takes them.
+
+        Returns:
+            As the object's call: [batch, my rows, all heads, head dim], with `return_lse` also float32 [batch, all heads, my rows].
+
+        Raises:
+            XStageError, UnsuitableMachine, PeerTimeout: see `HeadExchange` and the object's call.
+        """
+        where = alike(q.shape[1], self.world) if layout is None else layout
+        if self.inputs is None:
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise XStageError("ulysses: call it once with these shapes before capturing a CUDA graph")
+            self.inputs = HeadExchange(
+                self.group, max_sequence=self.max_sequence, heads=self.heads, kv_heads=sum(self.kv_heads_per_rank), head_dim=self.head_dim,
+                dtype=self.dtype, heads_per_rank=self.heads_per_rank, max_batch=self.max_batch, device=self.device, buffers=self.buffers,
+                timeout_s=self.timeout_s, fallback=self._fallback,
+            )  # fmt: skip
+        q, k, v = self.inputs(q, k, v, where)
+        return self(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=where, return_lse=return_lse, copy=copy)
 
     def with_kernel(self, kernel: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Any]) -> Callable[..., torch.Tensor]:
         """Another attention kernel, fused without touching it: its output argument lies in the peers' buffers, one launch per destination.
@@ -260,6 +298,8 @@ class AttentionA2A:
             torch.cuda.synchronize(self.device)
         if self.mode == "fused":
             self._watch.check()
+        if self.inputs is not None:
+            self.inputs.check()
 
     def close(self) -> None:
         """Wait for this rank's kernels and free the buffers. Views of outputs become invalid. Every rank should close."""
@@ -270,6 +310,8 @@ class AttentionA2A:
             torch.cuda.synchronize(self.device)
         self._plans.clear()
         self._exchanges.clear()
+        if self.inputs is not None:
+            self.inputs.close()
         if self._buffer is not None:
             self._buffer.free()
 
@@ -301,22 +343,13 @@ class AttentionA2A:
         """Symmetric memory on every rank or on none; adds to `reasons` where it failed."""
         self._out_bytes = _round_up(self.max_batch * self.max_local_rows * self.heads * self.head_dim * self.dtype.itemsize, 256)
         self._lse_bytes = _round_up(self.max_batch * self.max_local_rows * self.heads * 4, 256)
-        failure = ""
-        peers = self._agreement.reach("host", socket.gethostname())
-        if len(set(peers)) > 1:
-            failure = f"ranks are on different hosts ({', '.join(sorted(set(peers)))})"
-        if not any(self._agreement.reach("readiness", failure)):
-            try:
-                self._buffer = SymmetricBuffer(_SIGNAL_BYTES + self.buffers * (self._out_bytes + self._lse_bytes), self.group, self.device)
-            except UnsuitableMachine as error:
-                failure = str(error)
-        failures = self._agreement.reach("allocation", failure)
-        if any(failures):
-            self._buffer = None
+        size = _SIGNAL_BYTES + self.buffers * (self._out_bytes + self._lse_bytes)
+        self._buffer, failures = allocate_together(size, self.group, self.device, self._agreement)
+        if self._buffer is None:
             return [reason or failure for reason, failure in zip(reasons, failures, strict=True)]
         self._control = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._watch = Watch(self.group, self.tag, self.timeout_s, _PHASES)
-        self._signals = self._buffer.view(0, (2 * self.world,), torch.int64) if self._buffer else None
+        self._signals = self._buffer.view(0, (2 * self.world,), torch.int64)
         return reasons
 
     # ---- one call
@@ -383,30 +416,18 @@ class AttentionA2A:
             plan = self._plans[call] = self._plan(call)
         turn = self._turn % self.buffers
         self._turn += 1
-        q, k, v = (_aligned(x) for x in (q.detach(), k.detach(), v.detach()))
+        q, k, v = (aligned(x) for x in (q.detach(), k.detach(), v.detach()))
         tables = [plan.tiles, plan.rows[turn], self._control]
         if call.return_lse:
             tables.append(plan.lse_rows[turn])
         meeting = (self._control, plan.calls[turn], self._signals)
-        if self._must_meet(variant):
+        met = self._entry.must_meet(waits=variant.finish == "wait", always=variant.entry == "always" or self.buffers == 1)
+        if met and variant.finish != "none":
             compiled_meeting(self.world, kernel_sm90.ENTERED, False)(*meeting)
         kernel_sm90.launch(plan.kernel, q, k, v, scale, tables)
         if variant.finish == "wait":
             compiled_meeting(self.world, kernel_sm90.DONE, True, variant.last == "ahead")(*meeting)
         return plan.outs[turn], plan.lses[turn].transpose(1, 2) if call.return_lse else None
-
-    def _must_meet(self, variant: Variant) -> bool:
-        """Whether the ranks must meet before this call's stores.
-
-        They need not when the call before wrote another buffer and waited for its peers: their `done` of that call says that they
-        had entered it, and so had read what this call overwrites. A graph may be replayed after anything, so its first call meets;
-        and once there is a graph, so does every call outside.
-        """
-        capture = _capture_id()
-        self._captured |= capture != 0
-        follows = self._waited and capture == self._capture and (capture != 0 or not self._captured)
-        self._capture, self._waited = capture, variant.finish == "wait"
-        return variant.finish != "none" and (variant.entry == "always" or self.buffers == 1 or not follows)
 
     def _plan(self, call: _Call) -> _Plan:
         from xstage.attention import kernel_sm90
@@ -636,24 +657,6 @@ def _why_not_fused(device: torch.device, dtype: torch.dtype, head_dim: int, worl
     except ImportError as error:
         return f"the kernel packages are not installed ({error})"
     return ""
-
-
-def _capture_id() -> int:
-    """Which CUDA graph is being captured on the current stream; 0 for none, a new negative number where that cannot be told."""
-    if not torch.cuda.is_current_stream_capturing():
-        return 0
-    from cuda.bindings import driver
-
-    error, _, number, *_ = driver.cuStreamGetCaptureInfo(torch.cuda.current_stream().cuda_stream)
-    return int(number) if error == driver.CUresult.CUDA_SUCCESS else -next(_ids)
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """`x` as the bulk engine can read it: last dimension contiguous, 16-byte rows."""
-    step = 16 // x.element_size()
-    if x.stride(-1) != 1 or any(s % step for s in x.stride()[:-1]) or x.data_ptr() % 16:
-        return torch.clone(x, memory_format=torch.contiguous_format)
-    return x
 
 
 def _round_up(n: int, step: int) -> int:

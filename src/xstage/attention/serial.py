@@ -116,6 +116,15 @@ class NcclExchange:
         return self.out
 
 
+def to_heads(x: torch.Tensor, rows: Sequence[int], heads: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """[batch, my rows, all heads, head dim] → [batch, all rows rank by rank, my heads, head dim], by an all-to-all of unequal parts."""
+    me, (batch, _, _, dim) = group.rank(), x.shape
+    send = torch.cat([part.transpose(0, 1).reshape(-1) for part in x.split(list(heads), 2)])
+    got = x.new_empty(sum(rows) * heads[me] * batch * dim)
+    dist.all_to_all_single(got, send, [n * heads[me] * batch * dim for n in rows], [rows[me] * n * batch * dim for n in heads], group=group)
+    return got.view(sum(rows), batch, heads[me], dim).transpose(0, 1)
+
+
 def push(
     x: torch.Tensor, layout: SequenceLayout, targets: Sequence[torch.Tensor], rank: int, barrier: Callable[[int], Any]
 ) -> torch.Tensor:

@@ -20,6 +20,8 @@ from xstage.calibration.fit import held_out
 from xstage.errors import XStageError
 from xstage.platform import METHODS, KiB, MiB, Platform, load_platform
 from xstage.predict import predict, text
+from xstage.studies.dit_models import MODELS as DIT_MODELS
+from xstage.studies.dit_models import exchange_bound_ns
 from xstage.studies.moe_orders_table import moe_orders_table
 from xstage.studies.tables import TABLES as SIMULATED
 from xstage.studies.tables import grid
@@ -327,15 +329,31 @@ def _dit_table(results: Path) -> str:
             share = d.get(f"exposed_share{suffix}")
             return [*("–" if v is None else f"{v / 1e3:,.0f}" for v in values), "–" if share is None else f"{share:.2f}"]
 
+        def exchange(d: dict[str, float] = d) -> list[str]:
+            """In a graph if measured so, else eager."""
+            values = [d.get(f"exchange_{name}_graph_ns", d.get(f"exchange_{name}_ns")) for name in ("bound", "packed", "all_to_all")]
+            return ["–" if v is None else f"{v / 1e3:,.0f}" for v in values]
+
         times = {n: f"{t['slowest_ns'] / 1e3:,.0f}" for n, t in groups.get("step", {}).items()}
         steps = [step("diffusers_"), times.get("ours_push", "–"), times.get("ours", "–")]
         speedup = f"{d['step_speedup']:.3f}×" if "step_speedup" in d else "–"
-        rows.append([r["name"], f"{r['heads']}, {r['sequence']:,}", *steps, speedup, *exposed(""), *exposed("_graph")])
+        rows.append([r["name"], f"{r['heads']}, {r['sequence']:,}", *steps, speedup, *exposed(""), *exposed("_graph"), *exchange()])
     head = ["model", "heads, tokens", "step, diffusers", "ours, push", "ours, fused", "speedup", "exposed per layer: diffusers",
-            "ours, push", "ours, fused", "share", "in a graph: diffusers", "ours, push", "ours, fused", "share"]  # fmt: skip
+            "ours, push", "ours, fused", "share", "in a graph: diffusers", "ours, push", "ours, fused", "share",
+            "q, k, v alone: bound", "one kernel", "all-to-alls"]  # fmt: skip
     world, layers = (content["settings"][name] for name in ("world", "layers"))
     said = f"µs, slowest of {world} ranks, medians; {layers} blocks, random weights, bf16, batch 1; `results/h200x2/dit.json`."
     return grid(head, rows) + "\n\n" + said
+
+
+def _exchange_bound_table(_results: Path) -> str:
+    platform, rows = load_platform("h200-nvlink4", samples=False), []
+    for m in DIT_MODELS:
+        cells = [f"{exchange_bound_ns(m, world, platform) / 1e3:,.0f}" for world in (2, 4, 8)]
+        rows.append([m.name, f"{m.heads}, {m.sequence:,}", *cells])
+    rate = float(platform.method("st_global").drain_rate(platform.sms))
+    said = f"µs per layer: bytes of q, k and v that leave the rank with most of them, over R = {rate:.1f} GB/s; bf16, batch 1"
+    return grid(["model", "heads, tokens", "2 GPUs", "4", "8"], rows) + f"\n\n{said}; platform `h200-nvlink4`."
 
 
 def _moe_table(results: Path) -> str:
@@ -440,6 +458,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "attention-models": _attention_models_table,
     "attention-designs": _attention_designs_table,
     "dit": _dit_table,
+    "exchange-bound": _exchange_bound_table,
     "moe": _moe_table,
     "moe-orders": moe_orders_table,
     "moe-summary": _moe_summary_table,

@@ -8,7 +8,7 @@ that is found fits; others are left alone. Objects are made for sm_90a whatever 
 any x86-64 machine with the kernel packages, for servers that are to start without compiling. Who can write the folder can run code in
 the processes that read it.
 
-Not covered: attention kernels, whose arguments a loaded object has not been shown to take; clearing the folder.
+Not covered: attention itself, whose arguments a loaded object has not been shown to take; clearing the folder.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def _sources() -> str:
     """Digest of everything that a kernel is compiled from."""
     package = Path(__file__).parent.parent
     digest = hashlib.sha256(metadata.version("nvidia-cutlass-dsl").encode())
-    for path in sorted([package / "tile_order.py", *(package / "device").glob("*.py"), *(package / "moe").glob("*.py")]):
+    single = [package / "tile_order.py", package / "attention" / "heads_sm90.py"]
+    for path in sorted([*single, *(package / "device").glob("*.py"), *(package / "moe").glob("*.py")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

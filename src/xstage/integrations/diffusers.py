@@ -1,4 +1,4 @@
-"""Ulysses context parallelism for diffusers transformers whose output exchange is `AttentionA2A`.
+"""Ulysses context parallelism for diffusers transformers on `AttentionA2A.ulysses`: attention with both of its exchanges.
 
     from xstage.integrations.diffusers import disable, enable
 
@@ -6,10 +6,10 @@
     image = pipe(...).images[0]
     disable(pipe)
 
-What is diffusers': the model's context-parallel plan says which tensors are split over the ranks; its hooks split them; its processors call
-its attention dispatcher. What is added: an attention backend, one per backend that the processors had (`_backend`), which sends q, k and v
-to the ranks of their heads and runs `AttentionA2A`; and hooks that put the output together again. Nothing of diffusers is changed but the
-model's own attributes, which `disable` puts back.
+What is diffusers': the model's context-parallel plan says which tensors are split over the ranks; its hooks split them; its processors
+call its attention dispatcher. What is added: an attention backend, one per backend that the processors had (`_backend`), which sends q, k
+and v to the ranks of their heads and runs attention whose rows go back; and hooks that put the output together again. Nothing of diffusers
+is changed but the model's own attributes, which `disable` puts back.
 
 A sequence is cut as `torch.tensor_split` cuts it, every stream (text, image) by itself. A rank's rows of all streams are contiguous in
 the sequence that attention sees: full attention does not mind the order of its keys.
@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from xstage.attention import serial
 from xstage.attention.layout import SequenceLayout, head_shards
 from xstage.attention.op import AttentionA2A
 from xstage.errors import UnsuitableMachine, XStageError
@@ -75,7 +76,7 @@ def enable(
         group: process group (None: the default one), or a device mesh: of one dimension, or with one that is named `ulysses`.
         plan: instead of the model's `_cp_plan`.
         copy: attention outputs are tensors of their own instead of views of the operator's buffers: for code that keeps
-            an attention output beyond the attention call after the next.
+            an attention output beyond the next attention call.
         options: `max_sequence` and `max_batch` (buffers of at least that size from the start; they grow when a call needs it), and
             `buffers`, `variant`, `timeout_s`, `fallback` of `AttentionA2A`.
 
@@ -173,12 +174,12 @@ class _Ulysses(ParallelConfig):
         q_rows, k_rows, mask_rows = (tuple(column) for column in zip(*sizes, strict=True))
         if mask is not None:
             mask = self._whole_mask(mask, q.shape[0], heads, k_rows, mask_rows)
-        q, k, v = (_to_heads(x, rows, heads, self.group) for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows)))
         if mask is None and q_rows == k_rows and not dropout_p:
             operator = self._operator(q, q_rows, sum(heads))
-            return operator(q, k, v, softmax_scale=scale, layout=_shards(q_rows), copy=self._copy)
+            return operator.ulysses(q, k, v, softmax_scale=scale, layout=_shards(q_rows), copy=self._copy)
         why = "a mask" if mask is not None else "keys of another length" if q_rows != k_rows else "dropout"
         _warn_once(f"attention with {why} is exchanged after it ended, not by the fused kernel")
+        q, k, v = (serial.to_heads(x, rows, heads, self.group) for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows)))
         out = dispatch_attention_fn(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=scale, backend=inner)
         return _to_rows(out, q_rows, heads, self.group)
 
@@ -353,15 +354,6 @@ def _backend(inner: Any) -> Any:
         return _parallel_config.attend(query, key, value, attn_mask, dropout_p, scale, inner)
 
     return name
-
-
-def _to_heads(x: torch.Tensor, rows: Sequence[int], heads: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """[batch, my rows, all heads, head dim] → [batch, all rows, my heads, head dim]."""
-    me, (batch, _, _, dim) = group.rank(), x.shape
-    send = torch.cat([part.transpose(0, 1).reshape(-1) for part in x.split(list(heads), 2)])
-    got = x.new_empty(sum(rows) * heads[me] * batch * dim)
-    dist.all_to_all_single(got, send, [n * heads[me] * batch * dim for n in rows], [rows[me] * n * batch * dim for n in heads], group=group)
-    return got.view(sum(rows), batch, heads[me], dim).transpose(0, 1)
 
 
 def _to_rows(x: torch.Tensor, rows: Sequence[int], heads: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,20 +1,23 @@
 """Diffusion transformers served over several GPUs: a step and an attention layer with diffusers' own Ulysses exchange, and with ours.
 
 Each row is a model at a resolution, built from its public configuration at full width with `layers` blocks and random weights in bf16
-(`MODELS`; FLUX.1: a third of the blocks with two streams, the rest with one, as published). A step is one forward at batch 1: embeddings,
-the split, the blocks, the output put together. All variants of a row share their weights. Before anything is timed, the outputs of all
-variants are held against the whole model in float32: none of ours may be more than `LIMIT` times as far from it as the worst of diffusers'.
+(`dit_models`; FLUX.1: a third of the blocks with two streams, the rest with one, as published). A step is one forward at batch 1:
+embeddings, the split, the blocks, the output put together. All variants of a row share their weights. Before anything is timed, the
+outputs of all variants are held against the whole model in float32: none of ours may be more than `LIMIT` times as far from it as the
+worst of diffusers'.
 
 * `diffusers_NAME`: `enable_parallelism` with `ulysses_degree`, with `ulysses_anything` where a length is not a multiple of the ranks (then
   it exchanges lengths on the host in every layer); one variant for each attention backend of `BACKENDS` that runs. The fastest counts.
 * `ours`: `integrations.diffusers.enable`.
 * `ours_push`: the same, but attention and then a copy-engine push, the strongest serial path: what fusing gives, and what FA4 gives.
+* `ours_all_to_all`: the same as `ours`, but q, k and v by an all-to-all each: what their exchange in one kernel gives.
 
 Groups, each interleaved by itself (`bench.timing`):
 
 * `step`: forwards, eager. `step_graph`: in a CUDA graph, which leaves out the host.
 * `layer`: attention calls back to back as the model's processors make them, eager: q, k, v to the ranks of their heads, attention, rows
   back. And `alone_…`: a variant's attention kernel alone on the same heads. Their difference is the exposed communication of a layer.
+  `exchange_packed` and `exchange_all_to_all` are the exchange of q, k and v alone, bounded by what leaves a rank over R (`PLATFORM`).
 * `layer_graph`: the same in a CUDA graph.
 
 `ulysses_anything` reads lengths back from the device or waits on the host: it is not captured, nor compared in a graph.
@@ -31,7 +34,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from statistics import geometric_mean, median
 from typing import Any
@@ -40,98 +43,21 @@ import torch
 import torch.distributed as dist
 
 from xstage.attention import serial
+from xstage.attention.layout import SequenceLayout
 from xstage.bench import timing
 from xstage.errors import UnsuitableMachine, XStageError
+from xstage.platform import load_platform
+from xstage.studies import dit_models
 from xstage.studies.attention import slug
+from xstage.studies.dit_models import Model, exchange_bound_ns
 
 LAYERS, ROW_S, LEAST_ROUNDS, LIMIT = 3, 14.0, 5, 2.0
 GROUPS = ("step", "layer", "layer_graph", "step_graph")  # in this order: once there is a graph, every eager call of ours meets its peers
 DEFAULT_GROUPS = GROUPS[:3]
 BACKENDS = {"native": "native", "cudnn": "_native_cudnn", "flash": "_native_flash", "flash2": "flash"}  # diffusers' names
+PLATFORM = "h200-nvlink4"  # whose drain rate bounds the exchanges
 _FLOP_PER_NS = 5e5  # of a layer on an H200, for planning only
-
-
-@dataclass(frozen=True)
-class Model:
-    """A row: configuration of a transformer as published but for its number of blocks, and a problem for it.
-
-    Attributes:
-        family: of `_INPUTS`. grid: tokens of the image or video: frames, height, width. text: tokens of the prompt.
-        depth: blocks as published. joint: attention is over text and image.
-    """
-
-    name: str
-    family: str
-    grid: tuple[int, int, int]
-    text: int
-    depth: int
-    config: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def joint(self) -> bool:
-        return self.family != "wan"
-
-    @property
-    def image(self) -> int:
-        """Tokens of the image or video."""
-        return self.grid[0] * self.grid[1] * self.grid[2]
-
-    @property
-    def sequence(self) -> int:
-        """Tokens that attention sees."""
-        return self.image + (self.text if self.joint else 0)
-
-    @property
-    def heads(self) -> int:
-        return int(self.config["num_attention_heads"])
-
-    @property
-    def head_dim(self) -> int:
-        return int(self.config["attention_head_dim"])
-
-    @property
-    def attention_flop(self) -> float:
-        """Of one layer, over all ranks."""
-        return 4.0 * self.sequence**2 * self.heads * self.head_dim
-
-    @property
-    def layer_flop(self) -> float:
-        """Of one block, over all ranks, roughly: 12 squares of the width per token besides attention."""
-        return self.attention_flop + 24.0 * self.sequence * (self.heads * self.head_dim) ** 2
-
-    def rows(self, rank: int, world: int) -> int:
-        """Of the sequence, on a rank: every stream is cut by itself, the first ranks have one more."""
-        streams = (self.text, self.image) if self.joint else (self.image,)
-        return sum(n // world + (rank < n % world) for n in streams)
-
-    def odd(self, world: int) -> bool:
-        """Whether a stream that is split, or the heads, are not a multiple of the ranks."""
-        return any(n % world for n in ((self.text, self.image, self.heads) if self.joint else (self.image, self.heads)))
-
-
-_FLUX = {
-    "in_channels": 64, "attention_head_dim": 128, "num_attention_heads": 24, "joint_attention_dim": 4096, "pooled_projection_dim": 768,
-    "guidance_embeds": True, "axes_dims_rope": (16, 56, 56),
-}  # fmt: skip
-_QWEN = {
-    "patch_size": 2, "in_channels": 64, "out_channels": 16, "attention_head_dim": 128, "num_attention_heads": 24,
-    "joint_attention_dim": 3584, "axes_dims_rope": (16, 56, 56),
-}  # fmt: skip
-_WAN = {
-    "patch_size": (1, 2, 2), "attention_head_dim": 128, "in_channels": 16, "out_channels": 16, "text_dim": 4096, "freq_dim": 256,
-    "cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "rope_max_seq_len": 1024,
-}  # fmt: skip
-# Images in patches of 16 pixels; 81 frames of 480 × 832 are 21 latent frames of 30 × 52 patches.
-MODELS = {
-    slug(m.name): m
-    for m in (
-        Model("FLUX.1 1024²", "flux", (1, 64, 64), 512, 57, _FLUX),
-        Model("FLUX.1 2048²", "flux", (1, 128, 128), 512, 57, _FLUX),
-        Model("Qwen-Image 1328²", "qwen", (1, 83, 83), 256, 60, _QWEN),
-        Model("Wan 1.3B 480p", "wan", (21, 30, 52), 512, 30, {**_WAN, "num_attention_heads": 12, "ffn_dim": 8960}),
-        Model("Wan 14B 480p", "wan", (21, 30, 52), 512, 40, {**_WAN, "num_attention_heads": 40, "ffn_dim": 13824}),
-    )
-}
+MODELS = {slug(m.name): m for m in dit_models.MODELS}
 
 Step = Callable[[], torch.Tensor]
 
@@ -274,7 +200,8 @@ def variants(model: Model, transformer: Any, inputs: Mapping[str, Any], backends
                 functions.pop(name, None)
             v.layers.pop(f"alone_{name}", None)
 
-    ours, enabled = {name: twin(transformer) for name in ("ours", "ours_push")}, []
+    ours, enabled = {name: twin(transformer) for name in ("ours", "ours_push", "ours_all_to_all")}, []
+    layout = SequenceLayout.shards([model.rows(r, world) for r in range(world)])
     for name, made in ours.items():
         enable(made, fallback="error")
         enabled.append(made)
@@ -283,14 +210,24 @@ def variants(model: Model, transformer: Any, inputs: Mapping[str, Any], backends
         add(name, made, partial(ulysses.begin, ("layer",)))
         v.steps[name]()
         v.layers[name]()
-        if name == "ours_push":
-            modes = {operator.mode for operator in ulysses._operators.values()}
-            if modes != {"fused"}:
-                v.missing[name] = f"runs as {', '.join(sorted(modes))}"
+        operators = list(ulysses._operators.values())
+        exchange = {"ours": "exchange_packed", "ours_all_to_all": "exchange_all_to_all"}.get(name)
+        modes = {operator.mode for operator in operators} | {operator.inputs.mode for operator in operators}
+        if modes != {"fused", "kernel"}:
+            reason = f"runs as {', '.join(sorted(modes))}"
+            if exchange is not None:
+                v.missing[exchange] = reason
+            if name != "ours":
+                v.missing[name] = reason
                 del v.steps[name], v.layers[name]
-                continue
-            for operator in ulysses._operators.values():
+            continue
+        for operator in operators:
+            if name == "ours_push":
                 operator.mode = "push"
+            elif name == "ours_all_to_all":
+                operator.inputs.mode = "nccl"
+        if exchange is not None:
+            v.layers[exchange] = partial(operators[0].inputs, *mine, layout)
     v.layers["alone_ours"] = lambda: serial.attention(*here)[0]
     v.operators = lambda: [operator for made in enabled for operator in made._parallel_config._operators.values()]
 
@@ -354,13 +291,13 @@ def _why_not(function: Callable[[], Any]) -> str:
     return next((reason for reason in timing.gather(reason) if reason), "")
 
 
-def derived(times: Mapping[str, Mapping[str, timing.Times]]) -> dict[str, float]:
+def derived(times: Mapping[str, Mapping[str, timing.Times]], bound_ns: float = 0.0) -> dict[str, float]:
     """The row's answers from the times of its groups, in nanoseconds and ratios; only those whose variants were measured.
 
     diffusers' variant is the one with the fastest step, and in a layer the one with the fastest call; what it exposes is measured against
-    the attention of its own backend.
+    the attention of its own backend. bound_ns: of the exchange of q, k and v (0: not known).
     """
-    answers: dict[str, float] = {}
+    answers: dict[str, float] = {"exchange_bound_ns": round(bound_ns, 1)} if bound_ns else {}
     for suffix in ("", "_graph"):
         ns = {name: t.slowest_ns for name, t in times.get(f"step{suffix}", {}).items()}
         theirs = [t for name, t in ns.items() if name.startswith("diffusers_")]
@@ -368,10 +305,18 @@ def derived(times: Mapping[str, Mapping[str, timing.Times]]) -> dict[str, float]
             answers[f"step_speedup{suffix}"] = round(min(theirs) / ns["ours"], 4)
         if "ours" in ns and "ours_push" in ns:
             answers[f"step_over_push{suffix}"] = round(ns["ours_push"] / ns["ours"], 4)
+        if "ours" in ns and "ours_all_to_all" in ns:
+            answers[f"step_over_all_to_all{suffix}"] = round(ns["ours_all_to_all"] / ns["ours"], 4)
         ns = {name: t.slowest_ns for name, t in times.get(f"layer{suffix}", {}).items()}
-        exposed = {name: t - ns.get(f"alone_{name}", ns.get("alone_ours", 0.0)) for name, t in ns.items() if not name.startswith("alone_")}
+        for name in ("exchange_packed", "exchange_all_to_all"):
+            if name in ns:
+                answers[f"{name}{suffix}_ns"] = round(ns[name], 1)
+                if bound_ns:
+                    answers[f"{name}_over_bound{suffix}"] = round(ns[name] / bound_ns, 4)
+        called = {name: t for name, t in ns.items() if not name.startswith(("alone_", "exchange_"))}
+        exposed = {name: t - ns.get(f"alone_{name}", ns.get("alone_ours", 0.0)) for name, t in called.items()}
         best = min((name for name in exposed if name.startswith("diffusers_")), key=ns.__getitem__, default=None)
-        for name in ("ours", "ours_push"):
+        for name in ("ours", "ours_push", "ours_all_to_all"):
             if name in exposed:
                 answers[f"exposed_{name}{suffix}_ns"] = round(exposed[name], 1)
         if best is not None:
@@ -398,6 +343,9 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         if speedups:
             put(f"dit.step_speedup{suffix}.min", min(speedups.values()))
             put(f"dit.step_speedup{suffix}.geomean", geometric_mean(speedups.values()))
+        over = [r["derived"][f"exchange_packed_over_bound{suffix}"] for r in rows if f"exchange_packed_over_bound{suffix}" in r["derived"]]
+        if over:
+            put(f"dit.exchange_over_bound{suffix}.max", max(over))
         for name, value in speedups.items():
             put(f"dit.step_speedup{suffix}.{name}", value)
     return out
@@ -516,7 +464,8 @@ def measure(
     return {
         "name": model.name, "layers": layers, "depth": model.depth, "heads": model.heads, "head_dim": model.head_dim,
         "sequence": model.sequence, "text": model.text, "image": model.image, "ulysses_anything": model.odd(world),
-        "derived": derived(times), "errors": {name: float(f"{e:.4g}") for name, e in errors.items()}, "host_ns": host,
+        "derived": derived(times, exchange_bound_ns(model, world, load_platform(PLATFORM, samples=False))),
+        "errors": {name: float(f"{e:.4g}") for name, e in errors.items()}, "host_ns": host,
         "groups": {group: {name: t.to_json() for name, t in measured.items()} for group, measured in times.items()},
         "missing": found.missing,
     }  # fmt: skip
