@@ -11,7 +11,8 @@ threads. So what is wrong in a kernel's index arithmetic, or for want of a barri
 aligned, and threads that wait for each other for ever, are errors.
 
 Covered: integers, float32 sums and quotients, conversions to bf16 and e4m3, global and shared memory, warps whose 32 lanes all take part,
-one barrier that all threads of a CTA come to, bulk copies with an mbarrier of one arrival (they are over at once). Everything else is refused when a kernel is translated.
+one barrier that all threads of a CTA come to, bulk copies with an mbarrier of one arrival (they are over at once). Everything else is
+refused when a kernel is translated.
 
 Not covered: the order of memory (every store is seen at once by everybody), timing (`%globaltimer` moves when it is read), CTAs that
 wait for each other (those of a grid run one after the other), copies that are late, matrix instructions, clusters, which bits of a NaN

@@ -1,4 +1,4 @@
-"""A kernel that sends a rank's rows and does nothing else: `send_sm90.Sender` with one warp per CTA, beside a Linear-1 that stands still."""
+"""A kernel that sends a rank's rows and does nothing else: `send_sm90.Sender`, a warp per CTA, beside a Linear-1 that stands still."""
 
 from __future__ import annotations
 
@@ -47,9 +47,7 @@ class Send:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
         memory, pace = (Int32(slots.toint()), barriers), (Int32(progress.toint()), Int32(40), Int32(8))
-        self.sender.run(
-            (items, pairs, weights, x, x_scales), call, cute.arch.block_idx()[0], cute.arch.grid_dim()[0], memory, pace
-        )
+        self.sender.run((items, pairs, weights, x, x_scales), call, cute.arch.block_idx()[0], cute.arch.grid_dim()[0], memory, pace)
 
 
 @cache

@@ -69,9 +69,10 @@ class Protocol:
         address = self.words.iterator.toint() + 8 * (Int64(kind * self.world) + Int64(peer))
         word = signals.wait_for_generation(address, generation, failed, self.call[TIMEOUT_NS])
         late = Int32(word >> 32) - generation < 0
-        # A peer that does not wait may be a call ahead; its word then says nothing about this one.
+        # A peer that does not wait may be a call ahead; its signature then says nothing about this one. That it gave up does: it may
+        # have done so in this call already.
         what = word & 0xFFFFFFFF
-        other = (Int32(word >> 32) == generation) & (what != signature)
+        other = ((Int32(word >> 32) == generation) & (what != signature)) | (what == signals.GAVE_UP)
         broken = signals.load_relaxed_gpu(failed) != 0
         refused = Int32(0)
         if late or other or broken:
