@@ -53,7 +53,7 @@ def rows_of(x: list[torch.Tensor], layout: Any, strides: str = "plain") -> list[
     mine = [t[:, reference.rows_of(layout, RANK).cuda()] for t in x]
     if strides == "packed":
         packed = torch.cat([t.flatten(2) for t in mine], 2)
-        return [p.unflatten(2, t.shape[2:]) for p, t in zip(packed.split([t[0, 0].numel() for t in mine], 2), mine, strict=True)]
+        return [p.unflatten(2, t.shape[2:]) for p, t in zip(packed.split([t.shape[2] * t.shape[3] for t in mine], 2), mine, strict=True)]
     if strides == "heads":
         return [t.transpose(1, 2).contiguous().transpose(1, 2) for t in mine]
     if strides == "odd":

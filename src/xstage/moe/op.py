@@ -313,6 +313,8 @@ class MegaMoE:
             else:
                 with torch.cuda.device(self.device):
                     counts = self._on_gpu(x, x_scales, topk_idx, topk_weights, out)
+        # Not before: in plain torch a peer reads why the call before was refused, and comes to this one afterwards.
+        self._refusals.withdraw()
         self._warm.add(dtypes)
         return out, counts.clone() if return_counts else counts.new_empty(0)
 
@@ -370,7 +372,6 @@ class MegaMoE:
             if self.mode == "torch" and not torch.cuda.is_current_stream_capturing():
                 self._torch.refuse(self.device)
             raise error
-        self._refusals.withdraw()
 
     def _together(self, what: str, error: XStageError | None) -> None:
         """Raise on every rank if one has an error."""
