@@ -86,13 +86,14 @@ class Mega:
     def __init__(self, layer: moe_layer.Layer, peer: Any):
         s, held, tokens = layer.shape, layer.pipeline.weights, len(layer.x)
         linear1, linear2 = held.linear1, held.linear2
-        w1 = torch.empty_like(linear1.weight)
+        w1, w2 = torch.empty_like(linear1.weight), torch.empty_like(linear2.weight)
         for e in range(len(w1)):
             w1[e] = quantize.separate_gate_up(linear1.weight[e])
+            w2[e] = quantize.from_thread_order(linear2.weight[e])
         assert linear1.scales is not None
         assert linear2.scales is not None
         self.peer, self.out = peer, torch.empty_like(layer.out)
-        self.weights = peer.transform_weights_for_mega_moe_sm90((w1, linear1.scales), (linear2.weight, linear2.scales.contiguous()))
+        self.weights = peer.transform_weights_for_mega_moe_sm90((w1, linear1.scales), (w2, linear2.scales.contiguous()))
         self.buffer = peer.get_symm_buffer_for_mega_moe(dist.group.WORLD, s.experts, tokens, s.top_k, s.hidden, s.intermediate)
         self.buffer.x[:tokens].copy_(layer.q)
         self.buffer.x_sf[:tokens].copy_(layer.scales)

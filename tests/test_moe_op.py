@@ -5,6 +5,7 @@ One set of processes per world size runs all cases, because starting them costs 
 
 import sys
 import types
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -320,8 +321,9 @@ class _Exchange:
     def __init__(self, layout: BufferLayout, **options: Any) -> None:
         self.layout, self.options, self.steps = layout, options, []
         self.order = options["order"]
-        for name in ("activations", "scales", "tile_expert", "work1", "work2", "totals", "row_weight", "row_slot", "expert_counts"):
+        for name in ("activations", "scales", "tile_expert", "work1", "work2", "totals", "row_weight", "row_slot"):
             setattr(self, name, name)
+        self.expert_counts = torch.zeros(1, dtype=torch.int32)
 
     def dispatch(self, *arguments: Any) -> None:
         self.steps.append(("dispatch", arguments))
@@ -389,7 +391,9 @@ def test_serial_pipeline_in_order(alone: None, monkeypatch: pytest.MonkeyPatch) 
             as_a_peer.setattr(moe._refusals, "_rank", 7)
             with pytest.raises(PeerTimeout, match=r"did not arrive; rank 0 refused its arguments: x: shape \(256,\) must be"):
                 moe.check()
-        moe._refuse(None)  # good arguments
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+        moe(x, idx, w)
         with monkeypatch.context() as as_a_peer:
             as_a_peer.setattr(moe._refusals, "_rank", 7)
             with pytest.raises(PeerTimeout, match=r"did not arrive$"):
