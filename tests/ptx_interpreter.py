@@ -66,6 +66,11 @@ def _divide_up(a: int, b: int) -> int:
     return _bits(np.nextafter(quotient, np.float32(np.inf)) if float(quotient) * float(y) < float(x) else quotient)
 
 
+def _divide(a: int, b: int) -> int:
+    """Towards zero."""
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
 def _bf16(bits: int) -> int:
     return 0x7FFF if bits & 0x7FFFFFFF > 0x7F800000 else bits + 0x7FFF + (bits >> 16 & 1) >> 16
 
@@ -206,6 +211,8 @@ def _action(words: list[str], arguments: list[str]) -> str:
             value = f"_bits(_float({a}) / _float({b}))"
         case ["div", "rp", "f32"]:
             value = f"_divide_up({a}, {b})"
+        case ["div", "s32" | "s64"]:
+            value = f"_divide({sa}, {sb}) & {mask}"
         case ["cvt", "rn", "bf16x2", "f32"]:
             value = f"_bf16({a}) << 16 | _bf16({b})"
         case ["cvt", "rn", "satfinite", "e4m3x2", "f32"]:

@@ -9,6 +9,7 @@ Not covered: the order of memory and time (tests/gpu/test_moe_exchange.py), the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -193,12 +194,15 @@ def check_plan(machine: Machine, counts: torch.Tensor) -> None:
             assert got["reach"][: len(reach)].tolist() == reach
             assert not got["ready"][:number].any()
             first = (offsets[:, :-1].flatten() + counts[: rank.me].sum(0)).tolist()
+            # The share of its rank's rows that comes before an item; of equal ones, the next rank's first.
+            mine_of, ranks = len(mine), len(machine.ranks)
+            rows_of = (-(-counts.sum(0) // TILE_ROWS)).view(ranks, -1).sum(1).tolist()
             items, pairs = [], 0
-            for i in range(experts):
-                e = (rank.me + 1 + i % len(machine.ranks)) % len(machine.ranks) * len(mine) + i // len(machine.ranks)
+            for e in range(experts):
                 count = int(counts[rank.me, e])
                 items += [[pairs + n, e, min(ITEM_PAIRS, count - n), first[e] + n] for n in range(0, count, ITEM_PAIRS)]
                 pairs += count
+            items.sort(key=lambda item: (Fraction(item[3], rows_of[item[1] // mine_of]), (item[1] // mine_of - rank.me - 1) % ranks))
             assert got["items"][0] == len(items)
             assert got["items"].view(-1, 4)[1 : 1 + len(items)].tolist() == items
 

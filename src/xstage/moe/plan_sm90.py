@@ -198,6 +198,7 @@ class Plan:
         partial = smem.allocate_tensor(Int32, cute.make_layout(self.threads), byte_alignment=16)
         tile_sums = smem.allocate_tensor(Int32, cute.make_layout(self.experts + 1), byte_alignment=16)
         single_sums = smem.allocate_tensor(Int32, cute.make_layout(self.experts + 1), byte_alignment=16)
+        pair_sums = smem.allocate_tensor(Int32, cute.make_layout(self.experts + 1), byte_alignment=16)
         unit_first = smem.allocate_tensor(Int32, cute.make_layout(self.mine + 1), byte_alignment=16)
         loads = smem.allocate_tensor(Int32, cute.make_layout(self.mine), byte_alignment=16)
         warp_sums = smem.allocate_tensor(Int32, cute.make_layout(64), byte_alignment=16)
@@ -248,30 +249,58 @@ class Plan:
             )  # fmt: skip
             if const_expr(self.order is not None):
                 cute.arch.sync_threads()
-                self.list_sends(me, thread, first, send_first, items, partial, warp_sums)
+                self.list_sends(me, thread, first, send_first, items, partial, tile_sums, single_sums, pair_sums, warp_sums)
 
     @cute.jit
     def list_sends(
         self, me: Int32, thread: Int32, first: cute.Tensor, send_first: cute.Tensor, items: cute.Tensor, partial: cute.Tensor,
-        warp_sums: cute.Tensor,
+        tile_sums: cute.Tensor, item_sums: cute.Tensor, pair_sums: cute.Tensor, warp_sums: cute.Tensor,
     ) -> None:  # fmt: skip
-        """Pairs to send in the order in which they are needed: all ranks' first experts, the next ranks' first, then their second …"""
-        expert = (me + 1 + thread % self.world) % self.world * self.mine + thread // self.world
+        """Pairs to send, in the order in which they are needed.
+
+        A rank takes up its rows in order, and all ranks are taken to need the same time: an item comes when its row's share of its
+        rank's rows comes. The items of one rank are in this order as they are, so an item's place follows from searches in the others'.
+        """
         count = Int32(0)
         if thread < self.experts:
             for i in cutlass.range_constexpr(self.parts):
-                count += partial[i * self.experts + expert]
+                count += partial[i * self.experts + thread]
         here = (count + (ITEM_PAIRS - 1)) // ITEM_PAIRS
-        place_of = self.exclusive_sum(count, warp_sums, 0, thread)
+        pair = self.exclusive_sum(count, warp_sums, 0, thread)
         item = self.exclusive_sum(here, warp_sums, 32, thread)
+        rows = partial  # all have read it
         if thread < self.experts:
-            send_first[expert] = place_of
-            row = first[expert]
-            for done in cutlass.range(0, count, ITEM_PAIRS, unroll=1):
-                at = items.iterator.toint() + Int64(1 + item + done // ITEM_PAIRS) * 16
-                store_16(at, place_of + done, expert, cutlass.min(count - done, ITEM_PAIRS), row + done)
+            send_first[thread], pair_sums[thread], item_sums[thread], rows[thread] = pair, pair, item, first[thread]
         if thread == self.experts - 1:
+            pair_sums[self.experts], item_sums[self.experts] = pair + count, item + here
             items[0] = item + here
+        cute.arch.sync_threads()
+        for index in cutlass.range(thread, item_sums[self.experts], self.threads, unroll=1):
+            expert = self.search(item_sums, Int32(0), index, self.experts)
+            rank, done = expert // self.mine, (index - item_sums[expert]) * ITEM_PAIRS
+            row, place_of = rows[expert] + done, index - item_sums[rank * self.mine]
+            for step in cutlass.range_constexpr(1, self.world):
+                place_of += self.items_before(me, row, rank, (rank + step) % self.world, rows, tile_sums, item_sums)
+            pairs = cutlass.min(pair_sums[expert + 1] - pair_sums[expert] - done, ITEM_PAIRS)
+            store_16(items.iterator.toint() + Int64(1 + place_of) * 16, pair_sums[expert] + done, expert, pairs, row)
+
+    @cute.jit
+    def items_before(
+        self, me: Int32, row: Int32, rank: Int32, other: Int32, rows: cute.Tensor, tile_sums: cute.Tensor, item_sums: cute.Tensor
+    ) -> Int32:
+        """Items for rank `other` that come before the one for `row` of `rank`; of equal ones the next rank's come first."""
+        from_rank, from_other = rank * self.mine, other * self.mine
+        tiles, other_tiles = (
+            tile_sums[from_rank + self.mine] - tile_sums[from_rank],
+            tile_sums[from_other + self.mine] - tile_sums[from_other],
+        )
+        scaled = Int64(row) * other_tiles
+        if (other - me + (self.world - 1)) % self.world > (rank - me + (self.world - 1)) % self.world:
+            scaled -= 1
+        last = Int32(scaled // tiles)  # rows up to this one come before; −1: none
+        expert = from_other + self.search(rows, from_other, last, self.mine)
+        inside = cutlass.max(last + ITEM_PAIRS - rows[expert], 0) // ITEM_PAIRS
+        return item_sums[expert] - item_sums[from_other] + cutlass.min(inside, item_sums[expert + 1] - item_sums[expert])
 
     def counts_of(self, buffer: Int64, rank: Int32, expert: Int32) -> Int64:
         """Address of a count in the buffer at `buffer`."""
@@ -353,21 +382,21 @@ class Plan:
         cute.arch.sync_threads()
 
         for tile in cutlass.range(thread, tile_count, self.threads, unroll=1):
-            owner = self.search(tile_sums, from_me, tile + tile_base)
+            owner = self.search(tile_sums, from_me, tile + tile_base, self.mine)
             tile_expert[tile] = owner
             tile_end[tile] = (tile_sums[from_me + owner] - tile_base) * TILE_ROWS + loads[owner]
             if const_expr(self.order is not None):
                 ready[tile] = Int32(0)
         for unit in cutlass.range(thread, units, self.threads, unroll=1):
-            owner = self.search(unit_first, Int32(0), unit)
+            owner = self.search(unit_first, Int32(0), unit, self.mine)
             group = unit // GROUP_UNITS * GROUP_UNITS
             group_end = cutlass.min(group + GROUP_UNITS, units)
             # Single units before a unit are those of the experts before: an expert's single unit is its last.
             singles = single_sums[from_me + owner] - single_base
-            singles_first = single_sums[from_me + self.search(unit_first, Int32(0), group)] - single_base
+            singles_first = single_sums[from_me + self.search(unit_first, Int32(0), group, self.mine)] - single_base
             singles_end = single_count
             if group_end < units:
-                singles_end = single_sums[from_me + self.search(unit_first, Int32(0), group_end)] - single_base
+                singles_end = single_sums[from_me + self.search(unit_first, Int32(0), group_end, self.mine)] - single_base
             m_tile = tile_sums[from_me + owner] - tile_base + 2 * (unit - unit_first[owner])
             alone = m_tile + 1 == tile_sums[from_me + owner + 1] - tile_base
             group_of = (group, singles_first, group_end - group, singles_end - singles_first)
@@ -376,7 +405,7 @@ class Plan:
                 wave_end = cutlass.min(unit // self.order.wave_units * self.order.wave_units + self.order.wave_units, units)
                 singles_wave_end = single_count
                 if wave_end < units:
-                    singles_wave_end = single_sums[from_me + self.search(unit_first, Int32(0), wave_end)] - single_base
+                    singles_wave_end = single_sums[from_me + self.search(unit_first, Int32(0), wave_end, self.mine)] - single_base
                 bound = (entries(wave_end, singles_wave_end, self.columns1), entries(units, single_count, self.columns1))
             self.write(work1, self.columns1, unit, singles, group_of, m_tile, alone, None, bound)
             self.write(work2, self.columns2, unit, singles, group_of, m_tile, alone, reach, bound)
@@ -406,12 +435,12 @@ class Plan:
             reach[index] = cutlass.min(farthest, end)
 
     @cute.jit
-    def search(self, sums: cute.Tensor, offset: Int32, value: Int32) -> Int32:
-        """The local expert e with sums[offset + e] ≤ value < sums[offset + e + 1]; the sum behind the last one exceeds `value`."""
+    def search(self, sums: cute.Tensor, offset: Int32, value: Int32, size: cutlass.Constexpr[int]) -> Int32:
+        """The last e < size with sums[offset + e] ≤ value, or 0; `sums` do not fall from `offset` on."""
         low = Int32(0)
-        for step in cutlass.range_constexpr((self.mine - 1).bit_length()):
-            middle = low + (1 << ((self.mine - 1).bit_length() - 1 - step))
-            if middle < self.mine:
+        for step in cutlass.range_constexpr((size - 1).bit_length()):
+            middle = low + (1 << ((size - 1).bit_length() - 1 - step))
+            if middle < size:
                 if sums[offset + middle] <= value:
                     low = middle
         return low

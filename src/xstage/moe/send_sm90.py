@@ -10,7 +10,7 @@ Who reads: the loading warp of a Linear-1 tile waits until `arrived[tile]` has r
 
 No warp runs further ahead than `AHEAD` rounds of Linear-1 tiles of its own CTA, as far as they say where the experts' ranks are: rows that
 nobody needs yet would fill the X-Stage, and the stores of Linear-2 would wait for room. Experts that are further than this rank thinks
-must not wait for it, and two ranks could wait for each other: a warp that has seen no progress for `PATIENCE_NS` sends an item.
+must not wait for it, and two ranks could wait for each other: a warp that has seen no progress for `PATIENCE_NS` sends until it sees some.
 
 Tried instead (`docs/moe.md`): stores from registers, which held up either this warp or the GEMMs; two warps; no bound on how far ahead.
 
@@ -32,7 +32,7 @@ from xstage.device.meeting import PEERS
 from xstage.moe.layout import BufferLayout
 
 SLOT_BYTES, MOST_SLOTS = 16 * 1024, 16
-AHEAD, PATIENCE_NS = 1, 100_000
+AHEAD, PATIENCE_NS = 4, 100_000
 _TILE = 128
 
 
@@ -63,9 +63,9 @@ class Sender:
         """
         items, pairs, weights, x, x_scales = given
         lane = cute.arch.lane_idx()
-        phase = Int32(0)
+        phase, stuck = Int32(0), Int32(-1)
         for item in cutlass.range(index, load_4(items), warps, unroll=1):
-            self._await_turn(item, load_4(items), pace)
+            stuck = self._await_turn(item, load_4(items), pace, stuck)
             place, expert, count, row = load_16(items + Int64(1 + item) * 16)
             rank = expert // self.mine
             buffer = call[PEERS + rank]
@@ -119,14 +119,18 @@ class Sender:
         return phase
 
     @cute.jit
-    def _await_turn(self, item: Int32, items: Int32, pace) -> None:
-        """Until Linear-1 has come near the item, or has not moved for a while."""
+    def _await_turn(self, item: Int32, items: Int32, pace, stuck: Int32) -> Int32:
+        """Until Linear-1 has come near the item, or has not moved for a while; returns where it then was stuck, before that −1."""
         progress, entries, round_ = pace
         due, seen, since = Int64(item) * entries, stores.load_shared(progress), now_ns()
-        waiting = Int64(seen + AHEAD * round_) * items < due
+        waiting = (Int64(seen + AHEAD * round_) * items < due) & (seen != stuck)
         while waiting:
             sleep_ns(Int32(500))
             now = stores.load_shared(progress)
             if now != seen:
                 seen, since = now, now_ns()
-            waiting = (Int64(seen + AHEAD * round_) * items < due) & (now_ns() - since < PATIENCE_NS)
+            waiting = Int64(seen + AHEAD * round_) * items < due
+            if now_ns() - since > PATIENCE_NS:
+                stuck = seen
+                waiting = cutlass.Boolean(False)
+        return stuck
