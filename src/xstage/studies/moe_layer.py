@@ -425,6 +425,11 @@ def _row(
         few = max(3, rounds // 3) if group == "torch" else rounds
         times[group] = timing.interleaved(timed, calls=calls, rounds=few, pause_s=pause_s)
         del timed, functions, ours
+        if group == "layer":
+            # A dispatch by itself leaves its call open, and the next dispatch would meet nobody: close the calls of both exchanges.
+            timing.meet()
+            for exchange in (layer.pipeline.exchange, layer.pull):
+                exchange.combine(layer.idx, torch.empty_like(layer.out))
         moe.check()
         timing.meet()
     here = moe.layout.experts_per_rank
