@@ -429,7 +429,7 @@ def _row(
             # A dispatch by itself leaves its call open, and the next dispatch would meet nobody: close the calls of both exchanges.
             timing.meet()
             for exchange in (layer.pipeline.exchange, layer.pull):
-                exchange.combine(layer.idx, torch.empty_like(layer.out))
+                _launch(exchange._combine_steps(layer.idx, torch.empty_like(layer.out)))
         moe.check()
         timing.meet()
     here = moe.layout.experts_per_rank
