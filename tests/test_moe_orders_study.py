@@ -18,6 +18,7 @@ from xstage.bench import tables
 from xstage.bench.timing import ResultFile, Times
 from xstage.errors import UnsuitableMachine, XStageError
 from xstage.moe import routing
+from xstage.moe.auto_order import EPILOGUE_NS, NS_PER_K, auto_order, burst_ns
 from xstage.moe.shapes import PAPER, shape
 from xstage.moe.work_table import WorkOrder
 from xstage.platform import load_platform
@@ -35,7 +36,8 @@ def at(ns: float) -> Times:
 
 def row(c: study.Configuration, interleaved: float = 1e6, wave: float = 1.2e6, **more: Any) -> dict[str, Any]:
     times = {"serial": at(1.5e6), "interleaved": at(interleaved), "expert_wave": at(wave)}
-    measured = {"derived": study.derived(times), "times": {n: t.to_json() for n, t in times.items()}}
+    ns = {name: t.slowest_ns for name, t in times.items()}
+    measured = {"derived": study.derived(ns, "interleaved"), "times": {n: t.to_json() for n, t in times.items()}}
     return {**c.what, "gini": 0.25, "max_over_mean": 3.0, **measured, **more}
 
 
@@ -209,8 +211,20 @@ def test_one_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_derived_answers() -> None:
-    assert row(ALL[0])["derived"] == {"speedup": 1.2, "over_serial": 1.5, "auto_over_best": 1.0, "auto_loss": -0.1667}
-    assert row(ALL[0], wave=0.9e6)["derived"] == {"speedup": 0.9, "over_serial": 1.5, "auto_over_best": 1.1111, "auto_loss": 0.1111}
+    ns = {"interleaved": 1e6, "serial": 1.5e6}
+    assert study.derived({**ns, "expert_wave": 1.2e6}, "interleaved") == {
+        "speedup": 1.2, "over_serial": 1.5, "auto": "interleaved", "auto_over_best": 1.0, "auto_loss": -0.1667,
+    }  # fmt: skip
+    assert study.derived({**ns, "expert_wave": 0.9e6}, "interleaved")["auto_loss"] == 0.1111
+    assert study.derived({**ns, "expert_wave": 1.2e6}, "expert_wave")["auto_over_best"] == 1.2
+
+
+def test_auto_is_the_rate_bound() -> None:
+    """Half of a 64 KiB tile of 132 SMs drains in 11.6 µs; a Linear-2 tile of K = 1,650 takes as long."""
+    assert burst_ns(0.5) == pytest.approx(11.6e3, rel=0.01)
+    assert [auto_order(k, 0.5) for k in (768, 1536, 2048)] == ["interleaved", "interleaved", "expert_wave"]
+    assert [auto_order(k, 0.875) for k in (2048, 3072)] == ["interleaved", "expert_wave"]
+    assert auto_order(128, 0.0) == "expert_wave"  # nothing leaves
 
 
 def test_headline() -> None:
@@ -230,7 +244,6 @@ def test_table_and_chart(tmp_path: Path) -> None:
     rows = [row(ALL[0], predicted={"speedup": 1.1}), skipped, *(row(c, wave=9e5 + 1e4 * i) for i, c in enumerate(ALL[2:]))]
     settings = {
         "world": 2, "rounds": 5, "shares": [0.875, 0.5], "sizes": study.SIZES, "routings": study.ROUTINGS,
-        "auto": "interleaved",
     }  # fmt: skip
     content = {"study": "moe", "complete": True, "settings": settings, "rows": rows}
     (tmp_path / "h200x2").mkdir()
@@ -314,6 +327,6 @@ def test_times_of_a_tile_are_those_of_the_grouped_gemms() -> None:
             points.append((k, 2 * 128 * 256 * k / (r["tflops"][layer] * 1e3 / 132)))
     k, ns = np.array(points).T
     slope, rest = np.polyfit(k, ns, 1)
-    assert slope == pytest.approx(prediction.NS_PER_K, rel=1e-3)
-    assert rest == pytest.approx(prediction.EPILOGUE_NS, rel=1e-3)
-    assert np.abs((prediction.NS_PER_K * k + prediction.EPILOGUE_NS) / ns - 1).max() < 0.04
+    assert slope == pytest.approx(NS_PER_K, rel=1e-3)
+    assert rest == pytest.approx(EPILOGUE_NS, rel=1e-3)
+    assert np.abs((NS_PER_K * k + EPILOGUE_NS) / ns - 1).max() < 0.04

@@ -37,6 +37,7 @@ import torch.distributed as dist
 
 from xstage.errors import PeerTimeout, UnsuitableMachine, XStageError
 from xstage.moe import arguments, quantize, reference, routing
+from xstage.moe.auto_order import auto_order
 from xstage.moe.layout import BufferLayout
 from xstage.moe.pipeline import KernelPipeline, TorchPipeline
 from xstage.moe.weights import Weights
@@ -74,7 +75,7 @@ class MegaMoE:
         num_experts: over all ranks. hidden, intermediate: columns, multiples of 128; the kernels need multiples of 512 and 256.
         top_k: picks per token. max_tokens_per_rank: most tokens of a rank in one call; the buffers hold the worst routing of them.
         schedule: `serial`: two GEMMs, one after the other. `interleaved`, `alternating`, `expert_wave`: both in one persistent kernel, in
-            that order of tiles (`xstage.moe.work_table`); all give the same bits. `auto`: `interleaved`.
+            that order of tiles (`xstage.moe.work_table`); all give the same bits. `auto`: `xstage.moe.auto_order`.
         lead_rows: D of `interleaved` and `alternating`: by how many rows of 128 tokens Linear-1 leads (None: see `WorkOrder.of`).
         clamp: bounds the gate above and up on both sides before SwiGLU (None: not).
         dtype: of x and of the output: bfloat16.
@@ -124,7 +125,8 @@ class MegaMoE:
                         "device": self.device.type, "fallback": fallback},
         )  # fmt: skip
         self.intermediate, self.clamp = intermediate, clamp
-        self.schedule, self.lead_rows = "interleaved" if schedule == "auto" else schedule, lead_rows
+        self.lead_rows = lead_rows
+        self.schedule = auto_order(intermediate, 1 - 1 / self.world) if schedule == "auto" else schedule
         here = self.layout.experts_per_rank
         self.experts = slice(self.rank * here, (self.rank + 1) * here)
         self.reason, self._closed, self._met = "", False, False

@@ -22,6 +22,7 @@ from typing import Any
 from xstage.device.kept import FOLDER
 from xstage.errors import XStageError
 from xstage.moe import arguments
+from xstage.moe.auto_order import auto_order
 from xstage.moe.shapes import MoEShape, shape
 from xstage.moe.work_table import TILE_COLUMNS, WorkOrder
 
@@ -68,7 +69,7 @@ def kernels_of(
     order = None
     if schedule != "serial":
         columns = (2 * model.intermediate // TILE_COLUMNS, model.hidden // TILE_COLUMNS)
-        name = "interleaved" if schedule == "auto" else schedule
+        name = auto_order(model.intermediate, 1 - 1 / ranks) if schedule == "auto" else schedule
         order = WorkOrder.of(name, *columns, lead_rows=lead_rows, instances=CLUSTERS)
     layout = arguments.layout(ranks, model.experts, model.hidden, model.intermediate, model.top_k, tokens)
     layout = replace(layout, direct=order is not None, pull=pull)

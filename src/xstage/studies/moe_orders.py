@@ -6,7 +6,7 @@ egress that 8-way expert parallelism gives it. Sizes and skew are those of the s
 
 Times are those of the whole layer in a CUDA graph, x in bf16, the same inputs for every variant, interleaved (`bench.timing`): both GEMMs
 in one kernel in either order, and `serial`, the strongest pipeline of one GEMM after the other. `schedule="auto"` makes one of these
-kernels (`AUTO`), so it has no time of its own.
+kernels (`xstage.moe.auto_order`), so it has no time of its own.
 
 A shape's weights and buffers are made once for the largest size (any number of tokens up to the maximum may come), so its kernels are one
 set. Buffers hold the worst routing; a size whose buffers do not fit is a row that says how many bytes it needs.
@@ -34,6 +34,7 @@ from xstage.attention.serial import graphed
 from xstage.bench import timing
 from xstage.errors import XStageError
 from xstage.moe import routing
+from xstage.moe.auto_order import auto_order
 from xstage.moe.op import MegaMoE
 from xstage.moe.pipeline import KernelPipeline
 from xstage.moe.shapes import PAPER, MoEShape, shape
@@ -45,7 +46,7 @@ from xstage.studies.moe_layer import load_random, order_pipeline
 SHAPES = tuple(model.name for model in PAPER)
 SIZES, SHARES = moe84.SIZES, (0.875, 0.5)
 ROUTINGS = {"balanced": 0.0, "power": moe84.ALPHA}  # exponent of the power law
-ORDERS, AUTO = ("interleaved", "expert_wave"), "interleaved"  # AUTO: what schedule="auto" means
+ORDERS = ("interleaved", "expert_wave")
 SHARE_NAMES = {0.875: "f78", 0.5: "f12"}  # as headline keys write them
 WITHIN = 1.02
 
@@ -116,12 +117,11 @@ def needed_bytes(model: MoEShape, tokens: int, ranks: int) -> int:
     return serial.total + serial.weights + len(ORDERS) * (fused.symmetric + fused.local) + tensors
 
 
-def derived(times: Mapping[str, timing.Times]) -> dict[str, float]:
-    """Ratios of a row: interleaved over expert-wave (`speedup`), interleaved over serial, and what `auto` takes."""
-    ns = {name: t.slowest_ns for name, t in times.items()}
+def derived(ns: Mapping[str, float], auto: str) -> dict[str, Any]:
+    """Ratios of a row: interleaved over expert-wave (`speedup`), interleaved over serial, and what `auto`'s order takes."""
     return {
         "speedup": round(ns["expert_wave"] / ns["interleaved"], 4), "over_serial": round(ns["serial"] / ns["interleaved"], 4),
-        **chosen(ns, AUTO, "auto"),
+        "auto": auto, **chosen(ns, auto, "auto"),
     }  # fmt: skip
 
 
@@ -185,7 +185,7 @@ def run(
     timing.start_group("bench moe")
     settings = {
         "world": dist.get_world_size(), "sizes": list(sizes), "shares": list(shares), "routings": ROUTINGS, "precision": "W8A8",
-        "auto": AUTO, "rounds": rounds, "pause_s": pause_s,
+        "rounds": rounds, "pause_s": pause_s,
     }  # fmt: skip
     results = timing.ResultFile(out, "moe", write=dist.get_rank() == 0, settings=settings)
     free = min(timing.gather(torch.cuda.mem_get_info()[0]))
@@ -313,7 +313,8 @@ def _measure(
         pipeline.check()
     order = pipelines["interleaved"].exchange.order
     assert order is not None
+    ns = {name: t.slowest_ns for name, t in times.items()}
     return {
         "gini": round(load.gini, 4), "max_over_mean": round(load.max_over_mean, 3), "lead_rows": order.lead_rows, "counts": counts,
-        "derived": derived(times), "times": {name: t.to_json() for name, t in times.items()},
+        "derived": derived(ns, auto_order(model.intermediate, c.share)), "times": {name: t.to_json() for name, t in times.items()},
     }  # fmt: skip

@@ -23,10 +23,9 @@ def moe_orders_table(results: Path) -> str:
     if not rows:
         return "Not measured yet."
     settings = content["settings"]
-    auto = settings["auto"].replace("_", "-")
     near = sum(r["derived"]["auto_over_best"] <= 1.02 for r in rows) / len(rows)
     worst = max(r["derived"]["auto_loss"] for r in rows)
-    said = [f"`auto` is {auto}: within 2% of the better order in {near:.0%} of them, at worst {worst:+.1%} against expert-wave."]
+    said = [f"`auto` is within 2% of the better order in {near:.0%} of them, at worst {worst:+.1%} against expert-wave."]
     if not content["complete"]:
         all_of_them = len(PAPER) * len(settings["routings"]) * len(settings["sizes"]) * len(settings["shares"])
         said.append(f"{len(content['rows'])} of {all_of_them} configurations: the rest is not measured yet.")

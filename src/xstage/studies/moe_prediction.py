@@ -8,7 +8,7 @@ local stores, one GPU), which it meets within 4%. Nothing is fitted to a whole l
 this rank's work (`planner.at_scale`); other shares are not predicted.
 
 Two choices come out of it: `winner`, the order with the shorter predicted time, and `plan`, the planner's, which keeps expert-wave unless
-the gain exceeds the model's error. Both are for comparison: `MegaMoE` does not ask them.
+the gain exceeds the model's error. Both are for comparison with `auto`, which asks one bound (`xstage.moe.auto_order`) and nobody else.
 
 Simplified: waves are whole experts (the kernel's are whole groups of row tiles), rows of the two CTAs of a cluster share columns instead
 of weights, the locality term is the one fitted to the paper's GPU, and the sum over picks is left out, in both orders alike.
@@ -24,16 +24,15 @@ from statistics import median
 from typing import Any
 
 from xstage.errors import XStageError
+from xstage.moe.auto_order import EPILOGUE_NS, NS_PER_K, PLATFORM, auto_order
 from xstage.moe.shapes import shape
 from xstage.moe.work_table import TILE_COLUMNS, TILE_ROWS
 from xstage.planner import at_scale, plan
 from xstage.platform import Platform, check_writable, load_platform
 from xstage.simulate import routing
 from xstage.simulate.mega_moe import MoEWorkload
-from xstage.studies.moe_orders import WITHIN, chosen, headline, measured
+from xstage.studies.moe_orders import WITHIN, chosen, derived, headline, measured
 
-NS_PER_K, EPILOGUE_NS = 6.425, 999.0
-PLATFORM = "h200-nvlink4"
 CHOICES = ("winner", "plan")
 
 
@@ -99,6 +98,8 @@ def annotate(path: str | Path, platform: str = PLATFORM) -> dict[str, Any]:
     known = load_platform(platform, samples=False)
     for row in content["rows"]:
         if "derived" in row:
+            ns = {name: t["slowest_ns"] for name, t in row["times"].items()}
+            row["derived"] = derived(ns, auto_order(shape(row["shape"]).intermediate, row["share"]))
             row["predicted"] = predict(row, known, content["settings"]["world"])
     content["prediction"] = {"platform": platform, "ns_per_k": NS_PER_K, "epilogue_ns": EPILOGUE_NS}
     content["headline"] = headline(content["rows"]) | figures(content["rows"])

@@ -1,0 +1,41 @@
+"""What `schedule="auto"` means: the paper's rate bound (section 4.1), asked before anything runs.
+
+In expert-wave order Linear-2 tiles follow each other, so the gap between a CTA's bursts is one tile's own time, T_L2. The order keeps the
+rate bound if a round's bytes to peers drain within it: V/R ≤ T_L2. If so, nothing stalls, and expert-wave it is: its weights and
+rows are reused while they are near. If not, Linear-1 tiles have to stand between the bursts: `interleaved`.
+
+V: what all SMs store to peers in a round of Linear-2 tiles. R: drain rate of a platform file. T_L2 = `EPILOGUE_NS + NS_PER_K · K`, a line
+through ten grouped GEMMs measured on one H200 (results/h200/grouped-gemm.json), which it meets within 4%.
+
+Not asked: the capacity bound, how rows are spread over experts, how many there are.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from xstage.moe.work_table import TILE_COLUMNS, TILE_ROWS
+from xstage.platform import load_platform
+
+NS_PER_K, EPILOGUE_NS = 6.425, 999.0
+PLATFORM, SMS = "h200-nvlink4", 132
+
+
+def auto_order(intermediate: int, remote_share: float) -> str:
+    """`interleaved` or `expert_wave`, for a share of results that go to other ranks (1 − 1/ranks where picks are even)."""
+    return "interleaved" if burst_ns(remote_share) > linear2_ns(intermediate) else "expert_wave"
+
+
+def burst_ns(remote_share: float) -> float:
+    """V/R: time in which a round of bfloat16 Linear-2 tiles drains."""
+    return remote_share * SMS * TILE_ROWS * TILE_COLUMNS * 2 / _drain_rate()
+
+
+def linear2_ns(intermediate: int) -> float:
+    """T_L2: time of a Linear-2 tile."""
+    return EPILOGUE_NS + NS_PER_K * intermediate
+
+
+@cache
+def _drain_rate() -> float:
+    return float(load_platform(PLATFORM, samples=False).method("st_global").drain_rate(SMS))
