@@ -1,7 +1,8 @@
 """Records from inside the MoE kernel: decoding, what is made of them, the study that collects them, its table, charts and trace.
 
-Records here are SYNTHETIC. That kernels which record compile to what they should: tests/test_moe_gemm_kernels.py; that they record:
-tests/gpu/test_grouped_gemm.py and tests/gpu/test_moe.py. Not covered: timing.
+Records of a launch are SYNTHETIC. Marks are left by the PTX of a small kernel, run by an interpreter (tests/ptx_interpreter.py). That
+kernels which record compile to what they should: tests/test_moe_gemm_kernels.py; that they record: tests/gpu/test_grouped_gemm.py and
+tests/gpu/test_moe.py. Not covered: timing.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,31 @@ def test_memory() -> None:
     spans.records.fill_(1)
     spans.clear()
     assert decode(spans.to_numpy()).whole_ns == 0
+
+
+@pytest.mark.skipif(any(find_spec(n) is None for n in ("cutlass", "triton")), reason="the kernel packages are not installed")
+@pytest.mark.parametrize(("tiles", "capacity"), [(3, 3), (5, 8), (6, 2), (0, 1)])
+def test_marks(tiles: int, capacity: int) -> None:
+    """Every record in its place, with its times in order; those that find no room are counted, and nothing lies outside."""
+    from emulated_launch import translated
+    from emulated_memory import Memory
+    from marks_kernel import compiled_marks
+    from ptx_interpreter import Grid, run
+
+    ctas, memory = 3, Memory(1 << 20)
+    address = memory.put(torch.zeros(ctas, len(ROLES), capacity + 1, 8, dtype=torch.int32))
+    run([[Grid(translated(compiled_marks()), ctas, [address, capacity, tiles], memory)]])
+    records = memory.get(address, (ctas, len(ROLES), capacity + 1, 8), torch.int32).numpy()
+    r, kept = decode(records), min(tiles, capacity)
+    assert r.dropped == 3 * ctas * (tiles - kept)
+    wanted = [(cta, group, 16 * cta + tile, 1) for cta in range(ctas) for group in range(2) for tile in range(kept)]
+    assert list(zip(*(r.tiles[name] for name in ("cta", "group", "m", "layer")), strict=True)) == wanted
+    assert list(zip(r.loads["cta"], r.loads["m"], r.loads["layer"], strict=True)) == [(c, m, 2) for c, g, m, _ in wanted if g == 0]
+    times = [r.tiles[name] for name in ("start", "half_start", "half_end", "main_end", "end")]
+    assert (np.diff(times, axis=0) > 0).all()
+    assert (r.loads["end"] > r.loads["start"]).all()
+    assert (spans_ns(r.tiles)[2][1:][np.diff(r.tiles["m"]) == 1] > 0).all()
+    assert not records[:, ROLES.index("sends")].any()
 
 
 # ---- the study

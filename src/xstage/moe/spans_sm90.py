@@ -46,7 +46,7 @@ def begin(state: Int32, role: int, what: Int32) -> None:
 
 def mark(state: Int32, role: int, field: int) -> None:
     """The time as word `field` of the record."""
-    _write(state, role, f"@lead st.global.b32 [record + {4 * field}], {{$r1}};")
+    _write(state, role, f"@lead st.global.b32 [record+{4 * field}], {{$r1}};")
 
 
 def close(state: Int32, role: int, field: int, capacity: Int32) -> None:
@@ -54,12 +54,12 @@ def close(state: Int32, role: int, field: int, capacity: Int32) -> None:
     counts = 8 * len(ROLES)
     _write(
         state, role,
-        f"""@lead st.global.b32 [record + {4 * field}], {{$r1}};
+        f"""@lead st.global.b32 [record+{4 * field}], {{$r1}};
         mad.lo.u32 slot, role, 4, {{$r0}};
-        ld.volatile.shared.b32 number, [slot + {counts}];
+        ld.volatile.shared.b32 number, [slot+{counts}];
         add.u32 number, number, 1;
-        @lead st.global.b32 [record + {4 * NUMBER}], number;
-        @lead st.volatile.shared.b32 [slot + {counts}], number;
+        @lead st.global.b32 [record+{4 * NUMBER}], number;
+        @lead st.volatile.shared.b32 [slot+{counts}], number;
         setp.le.and.u32 more, number, {{$r3}}, lead;
         add.u64 record, record, {_RECORD_BYTES};
         mad.lo.u32 slot, role, 8, {{$r0}};
