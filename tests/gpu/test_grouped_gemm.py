@@ -182,6 +182,7 @@ def test_spans_change_no_bit_and_are_complete() -> None:
     """Of both layers in one kernel: every tile once per warpgroup, its times in order, and no Linear-2 tile before what it needs."""
     import numpy as np
 
+    from xstage.errors import XStageError
     from xstage.moe import grouped_gemm
     from xstage.moe import work_table as wt
     from xstage.moe.spans import Spans, decode, summary
@@ -196,7 +197,7 @@ def test_spans_change_no_bit_and_are_complete() -> None:
     totals = torch.tensor([len(tables[0]), len(tables[1]), tiles, 128 * tiles], dtype=torch.int32, device="cuda")
     control, status = torch.zeros(2, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
     call = torch.tensor([0, 0, 10**9, status.data_ptr()], dtype=torch.int64, device="cuda")
-    weight, ctas = torch.rand(rows, device="cuda"), torch.cuda.get_device_properties(0).multi_processor_count // 2 * 2
+    weight, ctas = torch.rand(rows, device="cuda"), grouped_gemm.ctas_of(0)
 
     def run(spans: Spans | None) -> list[torch.Tensor]:
         out = torch.full((rows, k), torch.nan, dtype=torch.bfloat16, device="cuda")
@@ -210,7 +211,7 @@ def test_spans_change_no_bit_and_are_complete() -> None:
         assert status.item() == 0
         return [out.view(torch.int16), middle, scales]
 
-    wanted, spans = run(None), Spans(ctas, 64, "cuda")
+    wanted, spans = run(None), Spans(ctas, 64, "cuda:0")
     for _ in range(3):
         spans.clear()
         assert all(torch.equal(a, b) for a, b in zip(run(spans), wanted, strict=True))
@@ -230,7 +231,9 @@ def test_spans_change_no_bit_and_are_complete() -> None:
         done = {m: t["end"][(t["layer"] == 1) & (t["m"] == m)].max() for m in range(tiles)}
         assert all(start >= done[m] - 64 for m, start in zip(t["m"][second], t["start"][second], strict=True))
         assert 0 < summary(r)["busy"] < 1
-    few = Spans(ctas, 1, "cuda")
+    with pytest.raises(XStageError, match=f"spans: for {ctas - 2} CTAs"):
+        run(Spans(ctas - 2, 64, "cuda:0"))
+    few = Spans(ctas, 1, "cuda:0")
     assert all(torch.equal(a, b) for a, b in zip(run(few), wanted, strict=True))
     kept, everything = decode(few.to_numpy()), tiles * (n + k) // 256
     assert kept.dropped > 0

@@ -222,8 +222,7 @@ def recorded(options: argparse.Namespace) -> None:
     problem = Problem(*MIDDLE)
     with problem.make() as moe:
         pipeline, exchange = moe._kernels, moe._kernels.exchange
-        ctas = torch.cuda.get_device_properties(moe.device).multi_processor_count // 2 * 2
-        spans = Spans.of(exchange.layout, moe.intermediate, moe.device, ctas)
+        spans = Spans.of(exchange.layout, moe.intermediate, moe.device)
         for turn, kind in enumerate(KINDS):
             mine = problem.tokens(RANK, 600 - 70 * turn if RANK else 31 * turn, kind, turn)
             pipeline.spans = None

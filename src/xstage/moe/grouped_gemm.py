@@ -90,8 +90,12 @@ def both(
         (middle, weight2.view(experts * n2, k2), middle_scales, weight2_scales),
     )
     outputs = ((middle, middle_scales, row_weight), row_slot)
-    given = None if spans is None else (spans.records.view(-1), spans.capacity)
-    kernel(layers, outputs, tile_expert, work, totals, ready, given, (n1, n2), _ctas(a.device.index))
+    ctas, given = ctas_of(a.device.index), None
+    if spans is not None:
+        if len(spans.records) != ctas or spans.records.device != a.device:
+            raise XStageError(f"spans: for {len(spans.records)} CTAs on {spans.records.device}; the kernel has {ctas} on {a.device}")
+        given = (spans.records.view(-1), spans.capacity)
+    kernel(layers, outputs, tile_expert, work, totals, ready, given, (n1, n2), ctas)
 
 
 def kernels(
@@ -126,11 +130,12 @@ def _launch(
     if depth != a.shape[1] or columns % 512 or a.shape[0] % 128:
         raise XStageError(f"weight: {tuple(weight.shape)} does not fit rows {tuple(a.shape)}: same K, N a multiple of 512, rows of 128")
     layer = (a, weight.view(experts * columns, depth), a_scales, weight_scales)
-    kernel((layer,), (outputs,), tile_expert, (work,), totals, None, None, (columns,), _ctas(a.device.index))
+    kernel((layer,), (outputs,), tile_expert, (work,), totals, None, None, (columns,), ctas_of(a.device.index))
 
 
 @cache
-def _ctas(device: int) -> int:
+def ctas_of(device: int) -> int:
+    """CTAs that a GEMM launches on a GPU: whole clusters, one CTA per SM."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     return int(sms // CLUSTER * CLUSTER)
 

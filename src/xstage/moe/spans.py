@@ -58,8 +58,12 @@ class Spans:
         self.records = torch.zeros(ctas, len(ROLES), capacity + 1, RECORD_WORDS, dtype=torch.int32, device=device)
 
     @classmethod
-    def of(cls, layout: BufferLayout, intermediate: int, device: torch.device, ctas: int = 132) -> Spans:
-        """Enough for every routing of that layout."""
+    def of(cls, layout: BufferLayout, intermediate: int, device: torch.device, ctas: int | None = None) -> Spans:
+        """Enough for every routing of that layout. ctas: None: as many as the kernel has on that GPU."""
+        if ctas is None:
+            from xstage.moe.grouped_gemm import ctas_of
+
+            ctas = ctas_of(device.index)
         return cls(ctas, capacity_of(layout, intermediate, ctas), device)
 
     def clear(self) -> None:

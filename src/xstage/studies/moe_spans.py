@@ -231,8 +231,7 @@ def _measure(
     counts = [sum(ranks) for ranks in zip(*timing.gather(routing.count(idx, model.experts).tolist()), strict=True)]
     places = torch.arange(len(results), device=moe.device) * (2 * model.hidden) + results.data_ptr()
     layout = next(iter(pipelines.values())).exchange.layout
-    ctas = torch.cuda.get_device_properties(moe.device).multi_processor_count // 2 * 2
-    spans = Spans.of(layout, model.intermediate, moe.device, ctas)
+    spans = Spans.of(layout, model.intermediate, moe.device)
     wanted, out = torch.empty_like(x), torch.empty_like(x)
     orders: dict[str, dict[str, list[dict[str, Any]]]] = {}
     kept: dict[str, Records] = {}
