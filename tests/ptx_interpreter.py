@@ -37,10 +37,10 @@ _OPERATORS = {"add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^", "shl": 
 _COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 _SPECIAL = {
     "%tid.x": "tid", "%ctaid.x": "ctaid", "%nctaid.x": "nctaid", "%laneid": "tid % 32", "%lanemask_lt": "(1 << tid % 32) - 1",
-    "%globaltimer": "clock()", "__dynamic_shmem__0": "0",
+    "%globaltimer": "clock()", "%globaltimer_lo": "clock() % (1 << 32)", "__dynamic_shmem__0": "0",
 }  # fmt: skip
 _STATEMENT = re.compile(r"\s*(?:(?P<brace>[{}])|(?P<label>[$\w]+):(?!:)|(?P<text>[^;]+);)")
-_INSTRUCTION = re.compile(r"(?:@(?P<negated>!?)(?P<predicate>%p\d+|P1)\s+)?(?P<name>[\w.:]+)\s*(?P<operands>.*)", re.DOTALL)
+_INSTRUCTION = re.compile(r"(?:@(?P<negated>!?)(?P<predicate>%p\d+|P1|[a-z]+)\s+)?(?P<name>[\w.:]+)\s*(?P<operands>.*)", re.DOTALL)
 
 
 class PtxError(Exception):
@@ -225,6 +225,8 @@ def _action(words: list[str], arguments: list[str]) -> str:
             value = f"not {a}"
         case ["setp", comparison, _] if what[0] != "f":
             value = f"{sa} {_COMPARISONS[comparison]} {sb}"
+        case ["setp", comparison, "and", _] if what[0] != "f":
+            value = f"{sa} {_COMPARISONS[comparison]} {sb} and {_operand(arguments[3], 1)}"
         case ["selp", _]:
             value = f"{a} if {_operand(arguments[3], 1)} else {b}"
         case ["mul", "wide", _]:

@@ -1,8 +1,9 @@
 """The grouped GEMMs compile for sm_90a without a GPU; their machine code holds what the design promises.
 
 Asserted: as many matrix instructions as the tile has, none serialised; multicast loads; how results leave; next to nothing spilled
-where one layer runs alone; a warp that sends rows beside the GEMMs fits into the registers that loading warps keep. Not covered: that
-they compute anything (tests/gpu/test_grouped_gemm.py).
+where one layer runs alone; a warp that sends rows beside the GEMMs fits into the registers that loading warps keep. The same where the
+kernel records spans, whose marks stand where they should; without, math warps read no clock. Not covered: that they compute anything
+(tests/gpu/test_grouped_gemm.py).
 """
 
 import re
@@ -16,15 +17,18 @@ pytestmark = pytest.mark.skipif(any(find_spec(n) is None for n in ("cutlass", "t
 
 
 @pytest.mark.parametrize(
-    ("kind", "unroll", "option"),
-    [("plain", 4, 0), ("plain", 2, 1), ("rows", 4, None), ("swiglu", 4, 7.0), ("swiglu", 2, None), ("both", 4, None)],
+    ("kind", "unroll", "option", "recorded"),
+    [
+        ("plain", 4, 0, False), ("plain", 2, 1, False), ("rows", 4, None, False), ("swiglu", 4, 7.0, False), ("swiglu", 2, None, False),
+        ("both", 4, None, False), ("both", 4, None, True), ("both", 2, 7.0, True),
+    ],
 )  # fmt: skip
-def test_machine_code(kind: str, unroll: int, option: float | None) -> None:
+def test_machine_code(kind: str, unroll: int, option: float | None, recorded: bool) -> None:
     import machine_code
 
     from xstage.moe import grouped_gemm
 
-    code = machine_code.of(grouped_gemm.compiled_gemm(kind, unroll, option))["sass"]
+    code = machine_code.of(grouped_gemm.compiled_gemm(kind, unroll, option, None, recorded))["sass"]
     # A round in the loop over K and one per layer that ends a tile, each of `unroll` stages of two halves of four instructions.
     rounds = 3 if kind == "both" else 2
     assert len(re.findall(r"QGMMA\.64x128x32", code)) == rounds * unroll * 8
@@ -35,14 +39,32 @@ def test_machine_code(kind: str, unroll: int, option: float | None) -> None:
     assert len(re.findall(r"LDL|STL", code)) <= 16
 
 
+def test_marks_stand_around_the_stores_of_linear2() -> None:
+    """Of a Linear-2 tile each half's eight stores lie between two readings of the clock, with no matrix instruction among them."""
+    import machine_code
+
+    from xstage.moe import grouped_gemm
+
+    sass = {recorded: machine_code.of(grouped_gemm.compiled_gemm("both", 4, None, None, recorded))["sass"] for recorded in (False, True)}
+    math = {recorded: code[code.index("USETMAXREG.TRY_ALLOC") :] for recorded, code in sass.items()}
+    assert "GLOBALTIMER" not in math[False]
+    letters = {"SR_GLOBALTIMERLO": "t", "QGMMA": "m", "STG.E.128": "s"}
+    order = "".join(letters[found] for found in re.findall("|".join(letters), math[True]))
+    # The first half's run under the second half's last matrix instructions.
+    assert "mt" + "s" * 8 + "tt" + "s" * 8 + "t" in order
+    # A tile's start, and four more in the last round of either layer.
+    assert order.count("t") == 1 + 2 * 4
+
+
+@pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("sizes", [(2, 512, 4096, 10, 8192), (8, 128, 2048, 8, 4096), (3, 12, 1536, 3, 100)])
-def test_sending_fits_into_the_registers_of_loading(sizes: tuple[int, ...]) -> None:
+def test_sending_fits_into_the_registers_of_loading(sizes: tuple[int, ...], recorded: bool) -> None:
     import machine_code
 
     from xstage.moe import grouped_gemm
     from xstage.moe.gemm_sm90 import LOAD_REGISTERS
 
-    sass = machine_code.of(grouped_gemm.compiled_gemm("both", 4, None, BufferLayout(*sizes, direct=True)))["sass"]
+    sass = machine_code.of(grouped_gemm.compiled_gemm("both", 4, None, BufferLayout(*sizes, direct=True), recorded))["sass"]
     few, more = (re.findall(rf"USETMAXREG\.{kind}\b", sass) for kind in ("DEALLOC", "TRY_ALLOC"))
     assert (len(few), len(more)) == (1, 1)
     loading = sass[sass.index("USETMAXREG.DEALLOC") : sass.index("USETMAXREG.TRY_ALLOC")]

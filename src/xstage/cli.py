@@ -94,10 +94,10 @@ def _parser() -> argparse.ArgumentParser:
     v = verb("bench", _bench, "Benchmarks (start them with torchrun), and the numbers that README and docs take from result files.")
     v.add_argument(
         "what",
-        choices=("attention", "moe", "moe-layer", "dit", "docs"),
+        choices=("attention", "moe", "moe-layer", "moe-spans", "dit", "docs"),
         help="docs: write results/headline.json and the generated tables anew",
     )
-    v.add_argument("--out", help="attention, moe, moe-layer, dit: result file to write")
+    v.add_argument("--out", help="attention, moe…, dit: result file to write")
     v.add_argument(
         "--shapes", nargs="+", help="attention: rows (heads × sequences; default) or dit (diffusion transformers); moe…: models' names"
     )
@@ -109,9 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     v.add_argument("--heads", type=int, nargs="+", default=[4, 12], help="attention: heads per rank (default 4 12)")
     v.add_argument("--sequences", type=int, nargs="+", default=[4096, 8192, 16384, 32768], help="attention: whole sequences")
-    v.add_argument("--tokens", type=int, default=8192, help="moe-layer: tokens per rank (default 8192)")
+    v.add_argument("--tokens", type=int, default=8192, help="moe-layer, moe-spans: tokens per rank (default 8192)")
     v.add_argument("--sizes", type=int, nargs="+", help="moe: tokens per rank (default 8192 27904 55808)")
-    v.add_argument("--shares", type=float, nargs="+", help="moe, moe-layer: shares of remote picks (default 0.5 0.875)")
+    v.add_argument("--shares", type=float, nargs="+", help="moe…: shares of remote picks (default 0.5 0.875)")
     v.add_argument("--models", nargs="+", help="dit: diffusion transformers by name, for example flux_1_1024 (default: all)")
     v.add_argument("--layers", type=int, default=3, help="dit: blocks of a transformer that are built (default 3)")
     v.add_argument("--budget", type=float, default=240.0, help="no row is begun after this many seconds (default 240)")
@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     v.add_argument("--results", default="results", help="docs: folder of result files (default results)")
     v.add_argument("--documents", nargs="*", default=["README.md", "docs"], help="docs: markdown files or folders (default README.md docs)")
     v.add_argument("--check", action="store_true", help="docs: exit 1 when something was not up to date")
-    v.add_argument("--prebuild", metavar="FOLDER", help="moe, moe-layer: only compile the kernels, for two ranks and XSTAGE_KERNELS=FOLDER")
+    v.add_argument("--prebuild", metavar="FOLDER", help="moe…: only compile the kernels, for two ranks and XSTAGE_KERNELS=FOLDER")
 
     v = verb("prebuild", _prebuild, "Compile the kernels of a MoE layer into a folder ahead of time; needs no GPU.")
     v.add_argument("--out", required=True, help="folder; processes find it by XSTAGE_KERNELS=FOLDER")
@@ -232,15 +232,16 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     if options.prebuild:
-        if options.what not in ("moe", "moe-layer"):
-            raise XStageError(f"prebuild: bench {options.what} has no kernels that can be kept; moe and moe-layer have")
-        from xstage.studies import moe_layer, moe_orders
+        if options.what not in ("moe", "moe-layer", "moe-spans"):
+            raise XStageError(f"prebuild: bench {options.what} has no kernels that can be kept; moe, moe-layer and moe-spans have")
+        from xstage.studies import moe_layer, moe_orders, moe_spans
 
         if options.what == "moe":
             largest = max(options.sizes or moe_orders.SIZES)
             number = moe_orders.prebuild(options.prebuild, shapes=options.shapes or moe_orders.SHAPES, tokens=largest)
         else:
-            number = moe_layer.prebuild(options.prebuild, shapes=options.shapes or moe_layer.SHAPES, tokens=options.tokens)
+            study: Any = moe_spans if options.what == "moe-spans" else moe_layer
+            number = study.prebuild(options.prebuild, shapes=options.shapes or study.SHAPES, tokens=options.tokens)
         print(f"{number} kernels in {options.prebuild}")
         return 0
     if options.what != "docs":
@@ -284,6 +285,13 @@ def _bench_on_gpus(options: argparse.Namespace) -> None:
         moe_orders.run(
             options.out, shapes=options.shapes or moe_orders.SHAPES, sizes=options.sizes or moe_orders.SIZES,
             shares=options.shares or moe_orders.SHARES, budget_s=options.budget,
+        )  # fmt: skip
+    elif options.what == "moe-spans":
+        from xstage.studies import moe_spans
+
+        moe_spans.run(
+            options.out, shapes=options.shapes or moe_spans.SHAPES, tokens=options.tokens, shares=options.shares or moe_spans.SHARES,
+            budget_s=options.budget, platform=options.platform,
         )  # fmt: skip
     else:
         from xstage.studies import moe_layer

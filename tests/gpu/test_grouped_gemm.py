@@ -3,7 +3,7 @@
     python tests/gpu/test_grouped_gemm.py          # the same without pytest
 
 Covered: the three epilogues, rounds of 4 and 2 stages, one to many experts, empty experts, odd numbers of row tiles, padding rows, a clamp,
-values that are not finite, no work at all, the same bits twice. Not covered: speed (`xstage bench moe-layer`).
+values that are not finite, no work at all, the same bits twice and with spans. Not covered: speed (`xstage bench moe-layer`).
 """
 
 import random
@@ -176,6 +176,68 @@ def test_both_layers_in_one_kernel(k: int, n: int, name: str) -> None:
             assert (ready[:tiles] == n // 256).all()
             assert torch.equal(middle[0], middle[1])
             assert torch.equal(out[0, : 128 * tiles].view(torch.int16), out[1, : 128 * tiles].view(torch.int16))
+
+
+def test_spans_change_no_bit_and_are_complete() -> None:
+    """Of both layers in one kernel: every tile once per warpgroup, its times in order, and no Linear-2 tile before what it needs."""
+    import numpy as np
+
+    from xstage.errors import XStageError
+    from xstage.moe import grouped_gemm
+    from xstage.moe import work_table as wt
+    from xstage.moe.spans import Spans, decode, summary
+
+    k, n, loads = 1024, 1024, [3, 0, 5, 1, 2, 4] * 5
+    p, q = problem(loads, k, n), problem(loads, n // 2, k, seed=100)
+    one, two = arguments(p, "gate_up"), arguments(q, "threads")
+    rows, tiles = p["a"].shape[0], sum(loads)
+    order = wt.WorkOrder.of("interleaved", n // 256, k // 256, lead_rows=None, instances=66)
+    tables = (wt.work_table(loads, n // 256), wt.work_table(loads, k // 256), wt.reaches(loads, order))
+    work = tuple(torch.tensor(table, dtype=torch.int32, device="cuda").view(-1) for table in tables)
+    totals = torch.tensor([len(tables[0]), len(tables[1]), tiles, 128 * tiles], dtype=torch.int32, device="cuda")
+    control, status = torch.zeros(2, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
+    call = torch.tensor([0, 0, 10**9, status.data_ptr()], dtype=torch.int64, device="cuda")
+    weight, ctas = torch.rand(rows, device="cuda"), grouped_gemm.ctas_of(0)
+
+    def run(spans: Spans | None) -> list[torch.Tensor]:
+        out = torch.full((rows, k), torch.nan, dtype=torch.bfloat16, device="cuda")
+        slots = out.data_ptr() + torch.arange(rows, device="cuda") * (2 * k)
+        middle = torch.full((rows, n // 2), 0xFF, dtype=torch.uint8, device="cuda")
+        scales = torch.full((n // 256, rows), 2.0, device="cuda")
+        ready = torch.zeros(rows // 128, dtype=torch.int32, device="cuda")
+        given = (*one[:4], *two[2:4], one[4], work, totals, weight, middle, scales, slots, (ready, control, call))
+        grouped_gemm.both(*given, spans=spans)
+        torch.cuda.synchronize()
+        assert status.item() == 0
+        return [out.view(torch.int16), middle, scales]
+
+    wanted, spans = run(None), Spans(ctas, 64, "cuda:0")
+    for _ in range(3):
+        spans.clear()
+        assert all(torch.equal(a, b) for a, b in zip(run(spans), wanted, strict=True))
+        r = decode(spans.to_numpy())
+        assert r.dropped == 0
+        t = r.tiles
+        for layer, columns in ((1, n // 256), (2, k // 256)):
+            for group in (0, 1):
+                here = (t["layer"] == layer) & (t["group"] == group)
+                assert sorted(zip(t["m"][here], t["n"][here], strict=True)) == [(m, c) for m in range(tiles) for c in range(columns)]
+        names = ("start", "half_start", "half_end", "main_end", "end")
+        assert (np.diff([t[name] for name in names], axis=0) >= 0).all()
+        assert len(r.loads["start"]) == tiles * (n + k) // 256
+        assert (r.loads["end"] >= r.loads["start"]).all()
+        # No earlier than Linear-1's tiles of the same rows ended, but for steps of the clock.
+        second = t["layer"] == 2
+        done = {m: t["end"][(t["layer"] == 1) & (t["m"] == m)].max() for m in range(tiles)}
+        assert all(start >= done[m] - 64 for m, start in zip(t["m"][second], t["start"][second], strict=True))
+        assert 0 < summary(r)["busy"] < 1
+    with pytest.raises(XStageError, match=f"spans: for {ctas - 2} CTAs"):
+        run(Spans(ctas - 2, 64, "cuda:0"))
+    few = Spans(ctas, 1, "cuda:0")
+    assert all(torch.equal(a, b) for a, b in zip(run(few), wanted, strict=True))
+    kept, everything = decode(few.to_numpy()), tiles * (n + k) // 256
+    assert kept.dropped > 0
+    assert kept.dropped + len(kept.tiles["m"]) + len(kept.loads["m"]) == 3 * everything
 
 
 def test_not_finite_stays_visible_and_alone() -> None:

@@ -8,6 +8,7 @@ Under pytest the file starts that command once and reports each section as a tes
 * random: shapes, routings of every kind, tokens per rank, clamps, quantised x; every byte that peers or steps write is poisoned before each
   call. Against float64: at most twice the error of the fp8 reference, over all tokens and for the worst token; counts exactly.
 * orders: every order of tiles gives the bits of `serial`, in the worst lead too.
+* spans: with records of what the kernel did when, the same bits; every tile and every item once, times in order.
 * replay: one graph of two calls, thousands of replays with changing tokens and routings, ranks free to drift; bitwise against eager calls.
 * poison: buffers of all ranks full of 0xFF change no bit. stream: a side stream.
 * delay: a rank that is late into a call, or between any two steps of it, while its peer is already in the next call.
@@ -28,7 +29,7 @@ import pytest
 import torch
 from sections import MARKS, RANK, WORLD, arguments, everywhere, main, outcome, say, settle
 
-SECTIONS = ("random", "orders", "poison", "replay", "delay", "stream", "compile", "fallback", "refuse", "dead")
+SECTIONS = ("random", "orders", "spans", "poison", "replay", "delay", "stream", "compile", "fallback", "refuse", "dead")
 
 pytestmark = MARKS
 
@@ -58,7 +59,7 @@ RANDOM = (
 
 def prebuild(folder: str, world: int) -> None:
     """Compile what the sections use, for `world` ranks; needs no GPU. Then start the tests with XSTAGE_KERNELS=folder."""
-    from xstage.moe.prebuild import prebuild
+    from xstage.moe.prebuild import fill, kernels_of, prebuild
     from xstage.moe.shapes import MoEShape
 
     wanted = [(sizes, "auto", None) for sizes in (SMALL, MIDDLE)] + [(MIDDLE, "serial", None), *RANDOM]
@@ -68,6 +69,8 @@ def prebuild(folder: str, world: int) -> None:
             folder, [MoEShape("test", hidden, intermediate, experts, top_k)], tokens=most, ranks=world, schedules=[schedule],
             lead_rows=lead, clamp=clamp[0] if clamp else None, picks=["int32", "int64"], rows=["bfloat16", "float8_e4m3fn"],
         )  # fmt: skip
+    model = MoEShape("test", *MIDDLE[:4])
+    made = fill(folder, kernels_of(model, MIDDLE[4], world, "interleaved", None, None, True, False, recorded=True))
     print(f"{len(made)} kernels in {folder}")
 
 
@@ -209,6 +212,42 @@ def orders(options: argparse.Namespace) -> None:
                     assert everywhere(torch.equal(moe(*mine), wanted[turn])), f"{configuration}, {schedule}, lead {lead}, {kind}"
                     moe.check()
                 settle()
+
+
+def recorded(options: argparse.Namespace) -> None:
+    import numpy as np
+
+    from xstage.moe.spans import Spans, decode
+
+    problem = Problem(*MIDDLE)
+    with problem.make() as moe:
+        pipeline, exchange = moe._kernels, moe._kernels.exchange
+        spans = Spans.of(exchange.layout, moe.intermediate, moe.device)
+        for turn, kind in enumerate(KINDS):
+            mine = problem.tokens(RANK, 600 - 70 * turn if RANK else 31 * turn, kind, turn)
+            pipeline.spans = None
+            wanted = moe(*mine)
+            pipeline.spans = spans
+            spans.clear()
+            settle()
+            assert everywhere(torch.equal(moe(*mine), wanted)), kind
+            moe.check()
+            r, tiles = decode(spans.to_numpy()), int(exchange.totals[2])
+            t, waits, sends = r.tiles, r.loads, r.sends
+            complete = r.dropped == 0
+            for layer, columns in ((1, 2 * moe.intermediate // 256), (2, problem.hidden // 256)):
+                for group in (0, 1):
+                    here = (t["layer"] == layer) & (t["group"] == group)
+                    found = sorted(zip(t["m"][here], t["n"][here], strict=True))
+                    complete &= found == [(m, c) for m in range(tiles) for c in range(columns)]
+            complete &= sorted(sends["item"]) == list(range(int(exchange._items[0])))
+            assert everywhere(complete), f"{kind}: records are missing, or there are too many"
+            steps = [
+                np.diff([t[name] for name in ("start", "half_start", "half_end", "main_end", "end")], axis=0),
+                waits["end"] - waits["start"], sends["turn"] - sends["start"], sends["end"] - sends["turn"],
+            ]  # fmt: skip
+            assert everywhere(all(bool((times >= 0).all()) for times in steps)), f"{kind}: times out of order"
+        settle()
 
 
 def poisoned(options: argparse.Namespace) -> None:
@@ -419,8 +458,8 @@ def dead(options: argparse.Namespace) -> None:
 
 
 RUNS = {
-    "random": random_shapes, "orders": orders, "poison": poisoned, "replay": replay, "delay": delay, "stream": stream, "compile": compiled,
-    "fallback": fallback, "refuse": refuse, "dead": dead,
+    "random": random_shapes, "orders": orders, "spans": recorded, "poison": poisoned, "replay": replay, "delay": delay, "stream": stream,
+    "compile": compiled, "fallback": fallback, "refuse": refuse, "dead": dead,
 }  # fmt: skip
 
 

@@ -23,6 +23,8 @@ from xstage.predict import predict, text
 from xstage.studies.dit_models import MODELS as DIT_MODELS
 from xstage.studies.dit_models import exchange_bound_ns
 from xstage.studies.moe_orders_table import moe_orders_table
+from xstage.studies.moe_spans_table import moe_spans_table
+from xstage.studies.moe_stall import burst, gap_ns
 from xstage.studies.tables import TABLES as SIMULATED
 from xstage.studies.tables import grid
 
@@ -414,28 +416,36 @@ def _moe_gemm_table(results: Path) -> str:
 def _moe_model_table(results: Path) -> str:
     """Stall per Linear-2 tile by the two bounds, from the platform file and the local times, beside what remote rows cost."""
     platform = load_platform("h200-nvlink4", samples=False)
-    method, sms = platform.method("st_global"), platform.sms
-    rate, capacity = float(method.drain_rate(sms)), float(method.capacity_bytes(sms))
     rows = []
     for r in _read(results / "h200x2" / "moe-layer.json")["rows"]:
         ns = {name: t["slowest_ns"] for name, t in r["groups"]["gemm"].items()}
-        tiles1, tiles2 = (max(r["rows"]) / 128 * columns / 256 / sms for columns in (2 * r["intermediate"], r["hidden"]))
+        tiles1, tiles2 = (max(r["rows"]) / 128 * columns / 256 / platform.sms for columns in (2 * r["intermediate"], r["hidden"]))
         alone1, alone2 = ns["swiglu"] / tiles1, ns["rows_local"] / tiles2
-        burst = sms * 128 * 256 * 2 * r["share"]
-        gaps = {"rows": alone2, "both_interleaved": alone2 + tiles1 / tiles2 * alone1}
+        stores = burst(r["share"], platform)
         cells = []
-        for name, gap in gaps.items():
+        for name in ("rows", "both_interleaved"):
+            gap = gap_ns(alone1, alone2, tiles1 / tiles2, interleaved=name != "rows")
             measured = (ns[name] - ns[f"{name}_local"]) / tiles2
-            cells.append(f"{max(0.0, burst / rate - gap) / 1e3:.1f}")
+            cells.append(f"{stores.stall_ns(gap) / 1e3:.1f}")
             cells.append(f"{measured / 1e3:.1f}")
-        aligned = max(0.0, burst - capacity) / rate
         rows.append([
             f"{r['shape']}, {r['share']:g}", f"{alone1 / 1e3:.1f}, {alone2 / 1e3:.1f}",
-            f"{burst / 2**20:.1f} MiB, {burst / rate / 1e3:.1f}", f"{aligned / 1e3:.1f}", *cells,
+            f"{stores.burst_bytes / 2**20:.1f} MiB, {stores.drain_ns / 1e3:.1f}", f"{stores.aligned_ns / 1e3:.1f}", *cells,
         ])  # fmt: skip
     head = ["model, f", "time of a tile: Linear-1, Linear-2", "burst V, V/R", "(V − Q)/R if aligned", "one after the other: V/R − G",
             "measured", "interleaved: V/R − G", "measured"]  # fmt: skip
     return grid(head, rows) + "\n\nµs; stalls per Linear-2 tile. Platform `h200-nvlink4`, nothing refitted."
+
+
+def _moe_forms_table(results: Path) -> str:
+    """Forms of the kernel that were tried, question by question; those of one question ran side by side."""
+    content = _read(results / "h200x2" / "moe-forms.json")
+    parts = []
+    for run in content["runs"]:
+        cases = [f"{r['shape']}, {r['share']:g}{', skewed' if r.get('alpha') else ''}" for r in run["rows"]]
+        lines = [[form, *(f"{r['us'][form][0]:,.0f}" for r in run["rows"])] for form in run["rows"][0]["us"]]
+        parts.append(grid([f"{run['question']} ({run['note']})", *cases], lines))
+    return "\n\n".join([*parts, "µs, slowest rank, by model and f; compare within a column of one table only."])
 
 
 def _read(path: Path) -> Any:
@@ -461,8 +471,10 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "exchange-bound": _exchange_bound_table,
     "moe": _moe_table,
     "moe-orders": moe_orders_table,
+    "moe-spans": moe_spans_table,
     "moe-summary": _moe_summary_table,
     "moe-gemm": _moe_gemm_table,
     "moe-model": _moe_model_table,
+    "moe-forms": _moe_forms_table,
     **SIMULATED,
 }

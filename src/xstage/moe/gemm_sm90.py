@@ -25,6 +25,8 @@ output is ready when `ready[tile]` has counted all its column tiles:
 
 All CTAs are resident, so no order deadlocks (`tile_order`). The wait is bounded, and says so where the meetings of ranks do.
 
+With `spans` every role writes down when its steps began and ended (`spans_sm90`); without, nothing of that is in the machine code.
+
 Epilogues (`xstage.moe.epilogues`): plain bf16; SwiGLU, routing weight and fp8 again; rows to slots anywhere.
 
 Not covered: N that 512 does not divide, K that 256 does not divide, row tiles other than 128.
@@ -48,8 +50,10 @@ from cutlass.tensor_utils import LayoutEnum
 
 from xstage.device import registers, signals
 from xstage.device.meeting import FAILED, GENERATION, RANK, STATUS_ADDRESS, TIMEOUT_NS
+from xstage.moe import spans_sm90
 from xstage.moe.layout import ARRIVED, LINEAR1
 from xstage.moe.send_sm90 import MOST_SLOTS, SLOT_BYTES
+from xstage.moe.spans import END, HALF_END, HALF_START, MAIN_END, WAIT_END
 from xstage.tile_order import NO_LAG, takes_linear2
 
 TILE_M, TILE_N, TILE_K = 128, 256, 128
@@ -66,12 +70,15 @@ ROW_SHIFT, LAYER_SHIFT, COLUMN_MASK = 12, 11, 1023
 class GroupedGemm:
     """epilogues: one of `xstage.moe.epilogues` per layer. stages: of the ring. unroll: stages of a round; divides `stages` and K / 128.
     count: of one layer, the entry of `totals` that counts the work; of two, the first two do. sender: sends rows meanwhile (`send_sm90`),
-    and Linear-1 tiles wait until theirs have arrived; of two layers only.
+    and Linear-1 tiles wait until theirs have arrived; of two layers only. recorded: with spans.
     """
 
-    def __init__(self, epilogues: tuple[Any, ...], stages: int, unroll: int, count: int, sender: Any = None) -> None:
+    def __init__(
+        self, epilogues: tuple[Any, ...], stages: int, unroll: int, count: int, sender: Any = None, recorded: bool = False
+    ) -> None:  # fmt: skip
         self.epilogues, self.stages, self.unroll, self.count, self.sender = epilogues, stages, unroll, count, sender
         self.slot_bytes = 16 if sender is None else SLOT_BYTES
+        self.recorded, self.state_words = recorded, 1 + spans_sm90.STATE_WORDS if recorded else 1
 
     # Branches at run time carry `self` as an object without runtime values.
     def __extract_mlir_values__(self) -> list[Any]:
@@ -82,14 +89,15 @@ class GroupedGemm:
 
     @cute.jit
     def __call__(
-        self, layers: Any, outputs: Any, tile_expert: cute.Tensor, work: Any, totals: cute.Tensor, ready: Any, columns: Any,
-        ctas: Int32, stream: cuda.CUstream,
+        self, layers: Any, outputs: Any, tile_expert: cute.Tensor, work: Any, totals: cute.Tensor, ready: Any, spans: Any,
+        columns: Any, ctas: Int32, stream: cuda.CUstream,
     ) -> None:  # fmt: skip
         """layers: per layer a uint8 [rows, K], weight uint8 [experts · N, K], a_scales float32 [K / 128, rows], weight_scales float32
         [experts, K / 128, N / 128]. outputs: what each layer's epilogue takes. columns: N of each layer.
         work: per layer int32 [2 · entries], and of two layers int32 [entries] of the second, its reach.
         ready: of two layers, (int32 [row tiles], zeros; control and call words of `xstage.device.meeting`); with a sender also
             (int32 [row tiles]: end of the expert's real rows; int32 [row tiles]: rows that have arrived; what `Sender.run` is given).
+        spans: if recorded, (int32 [ctas · roles · (capacity + 1) · 8], zeros; capacity), see `xstage.moe.spans`; else None.
         """
         stages = self.stages
         k_major = LayoutEnum.ROW_MAJOR.sm90_mma_major_mode()
@@ -108,7 +116,7 @@ class GroupedGemm:
         class Shared:
             barriers: cute.struct.MemRange[Int64, 2 * stages]
             send_barriers: cute.struct.MemRange[Int64, MOST_SLOTS]
-            progress: cute.struct.MemRange[Int32, 1]
+            progress: cute.struct.MemRange[Int32, self.state_words]
             slots: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.slot_bytes], 128]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, SCALES * stages], 128]
             staging: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.epilogues[0].staging_bytes], 1024]
@@ -121,7 +129,7 @@ class GroupedGemm:
             raise ValueError(f"shared memory: {size} bytes; a CTA can have {SHARED_BYTES}")
         sources = [self._source(layer, n, slots_a, slots_w, halves_a) for layer, n in zip(layers, columns, strict=True)]
         targets = [epilogue.descriptors(out) for epilogue, out in zip(self.epilogues, outputs, strict=True)]
-        self.kernel(sources, targets, tile_expert, work, totals, ready, start, go_on, slots_a, slots_w, halves_a).launch(
+        self.kernel(sources, targets, tile_expert, work, totals, ready, spans, start, go_on, slots_a, slots_w, halves_a).launch(
             grid=(ctas, 1, 1), block=[THREADS, 1, 1], cluster=(CLUSTER, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
@@ -141,7 +149,7 @@ class GroupedGemm:
     @cute.kernel
     def kernel(
         self, sources: Any, targets: Any, tile_expert: cute.Tensor, work: Any, totals: cute.Tensor, ready: Any,
-        start: cute.TiledMma, go_on: cute.TiledMma, slots_a: cute.ComposedLayout, slots_w: cute.ComposedLayout,
+        spans: Any, start: cute.TiledMma, go_on: cute.TiledMma, slots_a: cute.ComposedLayout, slots_w: cute.ComposedLayout,
         halves_a: cute.ComposedLayout,
     ):  # fmt: skip
         thread = cute.arch.thread_idx()[0]
@@ -160,6 +168,9 @@ class GroupedGemm:
                     cute.arch.mbarrier_init(full + i, 1)
                     cute.arch.mbarrier_init(empty + i, 8 * CLUSTER)  # every math warp of both CTAs
                 registers.store_shared_32(Int32(shared.progress.data_ptr().toint()), Int32(0))
+                if const_expr(self.recorded):
+                    state = Int32(shared.progress.data_ptr().toint()) + 8
+                    spans_sm90.start(state, spans[0].iterator.toint(), spans[1], block)
                 for i in cutlass.range_constexpr(MOST_SLOTS):
                     cute.arch.mbarrier_init(shared.send_barriers.data_ptr() + i, 1)
         cute.arch.mbarrier_init_fence()
@@ -173,17 +184,20 @@ class GroupedGemm:
         walk = (work, ends, member, cute.arch.grid_dim()[0] // CLUSTER)
         cursor = self._enter(walk, block // CLUSTER)
         progress = Int32(shared.progress.data_ptr().toint())
+        marks: Any = None
+        if const_expr(self.recorded):
+            marks = (progress + 8, spans[1])
         if thread // 128 == 2:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp == 8:
                 slots = [shared.a.get_tensor(slots_a.outer, swizzle=slots_a.inner), shared.a.get_tensor(halves_a.outer, swizzle=halves_a.inner), shared.w.get_tensor(slots_w.outer, swizzle=slots_w.inner)]  # fmt: skip  # noqa: E501
-                self._load(sources, slots, s_scales, tile_expert, ready, walk, cursor, full, empty, progress)
+                self._load(sources, slots, s_scales, tile_expert, ready, walk, cursor, full, empty, progress, marks)
             if const_expr(len(self.epilogues) == 2):
                 if const_expr(self.sender is not None):
                     if warp == 10:
                         memory = (Int32(shared.slots.data_ptr().toint()), shared.send_barriers.data_ptr())
                         pace = (progress, ends[0], walk[3])
-                        self.sender.run(ready[5], ready[2], block, cute.arch.grid_dim()[0], memory, pace)
+                        self.sender.run(ready[5], ready[2], block, cute.arch.grid_dim()[0], memory, pace, marks)
                 if warp == 9:
                     self.epilogues[0].begin(shared.staging, Int32(0), targets[0])
                     self._store(ready, walk, cursor)
@@ -198,7 +212,7 @@ class GroupedGemm:
             product, first, second = (cute.make_rmem_tensor(shape, Float32) for _ in range(3))
             first.fill(0.0)
             second.fill(0.0)
-            fixed = (start, go_on, product, first, second, r_a, r_w, s_scales, full, empty)
+            fixed = (start, go_on, product, first, second, r_a, r_w, s_scales, full, empty, marks)
             for epilogue, target in zip(self.epilogues, targets, strict=True):
                 epilogue.begin(shared.staging, thread, target)
             two = len(self.epilogues) == 2
@@ -206,6 +220,8 @@ class GroupedGemm:
             word = self._word(s_scales, full, base, phase)
             while word >= 0:
                 m, n, layer = word >> ROW_SHIFT, (word >> 1) & COLUMN_MASK, (word >> LAYER_SHIFT) & 1
+                if const_expr(self.recorded):
+                    spans_sm90.begin(marks[0], spans_sm90.MATH, word)
                 rounds = Int32(sources[0][7])
                 if const_expr(two):
                     if layer == 1:
@@ -275,7 +291,7 @@ class GroupedGemm:
         return mine, layer, (k1, k2, first, second, reach)
 
     @cute.jit
-    def _load(self, sources, slots, s_scales, tile_expert, ready, walk, cursor, full, empty, progress):
+    def _load(self, sources, slots, s_scales, tile_expert, ready, walk, cursor, full, empty, progress, marks):
         """One warp: a stage's rows, weight and scales for every step of K of every tile. `progress`: see `send_sm90`."""
         parts = [self._parts(source, slots) for source in sources]
         stage, phase = Int32(0), Int32(0)
@@ -295,13 +311,19 @@ class GroupedGemm:
             if const_expr(self.sender is not None):
                 next_end = ready[3][following >> ROW_SHIFT]
             given = (s_scales, mine, layer, expert, walk[2], full, empty, stage, phase)
+            if const_expr(self.recorded):
+                spans_sm90.begin(marks[0], spans_sm90.LOADS, mine | layer << LAYER_SHIFT)
             if const_expr(len(sources) == 2):
                 if layer == 1:
                     self._wait_ready(ready, mine >> ROW_SHIFT, sources[0][8] // 2)
+                    if const_expr(self.recorded):
+                        spans_sm90.close(marks[0], spans_sm90.LOADS, WAIT_END, marks[1])
                     stage, phase = self._load_tile(sources[1], parts[1], *given)
                 else:
                     if const_expr(self.sender is not None):
                         self._wait_arrived(ready, mine >> ROW_SHIFT, end)
+                    if const_expr(self.recorded):
+                        spans_sm90.close(marks[0], spans_sm90.LOADS, WAIT_END, marks[1])
                     stage, phase = self._load_tile(sources[0], parts[0], *given)
             else:
                 stage, phase = self._load_tile(sources[0], parts[0], *given)
@@ -411,7 +433,7 @@ class GroupedGemm:
 
         last: the layer if these are the tile's last, else -1. Then its first half goes through the epilogue under the second's last wgmma.
         """
-        start, go_on, product, first, second, r_a, r_w, s_scales, full, empty = fixed
+        start, go_on, product, first, second, r_a, r_w, s_scales, full, empty, marks = fixed
         thread = cute.arch.thread_idx()[0]
         row = thread // 32 * 16 + thread % 32 // 4  # this thread's first row of the tile; the other is 8 below
         for i in cutlass.range_constexpr(self.unroll):
@@ -431,7 +453,11 @@ class GroupedGemm:
                 scales = (s_scales[(even, stage)], s_scales[(odd, stage)])
                 factors = [(row_scale * scales[0], row_scale * scales[1]) for row_scale in (upper, lower)]
                 if const_expr(last >= 0 and i == self.unroll - 1 and half == 1):
+                    if const_expr(self.recorded):
+                        spans_sm90.mark(marks[0], spans_sm90.MATH, HALF_START)
                     self.epilogues[last].half(0, first, second, m, n)
+                    if const_expr(self.recorded):
+                        spans_sm90.mark(marks[0], spans_sm90.MATH, HALF_END)
                 warpgroup.wait_group(0)
                 if const_expr(half == 1):
                     lane = cute.arch.lane_idx()
@@ -439,7 +465,11 @@ class GroupedGemm:
                         cute.arch.mbarrier_arrive(empty + stage, lane)
                 self._add(second if const_expr(half == 1) else first, product, *factors)
         if const_expr(last >= 0):
+            if const_expr(self.recorded):
+                spans_sm90.mark(marks[0], spans_sm90.MATH, MAIN_END)
             self.epilogues[last].half(1, first, second, m, n)
+            if const_expr(self.recorded):
+                spans_sm90.close(marks[0], spans_sm90.MATH, END, marks[1])
 
     @cute.jit
     def _next(self, base: Int32, phase: Int32) -> tuple[Int32, Int32]:

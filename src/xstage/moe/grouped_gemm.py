@@ -22,6 +22,7 @@ from xstage.moe import epilogues
 from xstage.moe.gemm_sm90 import CLUSTER, TILE_K, GroupedGemm
 from xstage.moe.layout import BufferLayout
 from xstage.moe.send_sm90 import Sender
+from xstage.moe.spans import Spans
 
 STAGES = 4  # as many as fit
 LINEAR1, LINEAR2 = 0, 1  # whose count of `totals` is meant
@@ -73,31 +74,38 @@ def both(
     a: torch.Tensor, a_scales: torch.Tensor, weight1: torch.Tensor, weight1_scales: torch.Tensor, weight2: torch.Tensor,
     weight2_scales: torch.Tensor, tile_expert: torch.Tensor, work: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     totals: torch.Tensor, row_weight: torch.Tensor, middle: torch.Tensor, middle_scales: torch.Tensor, row_slot: torch.Tensor,
-    ready: tuple[Any, ...], clamp: float | None = None, layout: BufferLayout | None = None,
+    ready: tuple[Any, ...], clamp: float | None = None, layout: BufferLayout | None = None, spans: Spans | None = None,
 ) -> None:  # fmt: skip
     """`swiglu` and `rows` in one kernel.
 
     work: of Linear-1, of Linear-2, and the reach of the entries of Linear-2 (`xstage.moe.work_table`).
     ready: (int32 [rows / 128], zeros; control and call words of `xstage.device.meeting`); with a layout, which is `direct`, the kernel
     also sends this rank's rows, and `ready` goes on with (tile_end, arrived, addresses for `send_sm90.Sender.run`).
+    spans: records of this call are added to it (`clear` it before); another kernel, which writes them.
     """
     (experts, n1, k1), (_, n2, k2) = weight1.shape, weight2.shape
-    kernel = compiled_gemm("both", min(_unroll(a.shape[1]), _unroll(middle.shape[1])), clamp, layout)
+    kernel = compiled_gemm("both", min(_unroll(a.shape[1]), _unroll(middle.shape[1])), clamp, layout, spans is not None)
     layers = (
         (a, weight1.view(experts * n1, k1), a_scales, weight1_scales.flatten(2)),
         (middle, weight2.view(experts * n2, k2), middle_scales, weight2_scales),
     )
     outputs = ((middle, middle_scales, row_weight), row_slot)
-    kernel(layers, outputs, tile_expert, work, totals, ready, (n1, n2), _ctas(a.device.index))
+    ctas, given = ctas_of(a.device.index), None
+    if spans is not None:
+        if len(spans.records) != ctas or spans.records.device != a.device:
+            raise XStageError(f"spans: for {len(spans.records)} CTAs on {spans.records.device}; the kernel has {ctas} on {a.device}")
+        given = (spans.records.view(-1), spans.capacity)
+    kernel(layers, outputs, tile_expert, work, totals, ready, given, (n1, n2), ctas)
 
 
 def kernels(
-    hidden: int, intermediate: int, clamp: float | None, layout: BufferLayout | None
+    hidden: int, intermediate: int, clamp: float | None, layout: BufferLayout | None, recorded: bool = False
 ) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """What a layer's calls compile, with the arguments. layout: of the kernel that sends rows too; None: one GEMM after the other."""
+    """What a layer's calls compile, with the arguments. layout: of the kernel that sends rows too; None: one GEMM after the other.
+    recorded: with spans."""
     first, second = _unroll(hidden), _unroll(intermediate)
     if layout is not None:
-        return [(compiled_gemm, ("both", min(first, second), clamp, layout))]
+        return [(compiled_gemm, ("both", min(first, second), clamp, layout, recorded))]
     return [(compiled_gemm, ("swiglu", first, clamp)), (compiled_gemm, ("rows", second))]
 
 
@@ -122,18 +130,20 @@ def _launch(
     if depth != a.shape[1] or columns % 512 or a.shape[0] % 128:
         raise XStageError(f"weight: {tuple(weight.shape)} does not fit rows {tuple(a.shape)}: same K, N a multiple of 512, rows of 128")
     layer = (a, weight.view(experts * columns, depth), a_scales, weight_scales)
-    kernel((layer,), (outputs,), tile_expert, (work,), totals, None, (columns,), _ctas(a.device.index))
+    kernel((layer,), (outputs,), tile_expert, (work,), totals, None, None, (columns,), ctas_of(a.device.index))
 
 
 @cache
-def _ctas(device: int) -> int:
+def ctas_of(device: int) -> int:
+    """CTAs that a GEMM launches on a GPU: whole clusters, one CTA per SM."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     return int(sms // CLUSTER * CLUSTER)
 
 
 @kept
-def compiled_gemm(kind: str, unroll: int, option: Any = None, layout: BufferLayout | None = None) -> Any:
-    """Compiled once per process (about 3 s). option: the clamp of `swiglu`, which table of `plain`. layout: rows are sent too."""
+def compiled_gemm(kind: str, unroll: int, option: Any = None, layout: BufferLayout | None = None, recorded: bool = False) -> Any:
+    """Compiled once per process (about 3 s). option: the clamp of `swiglu`, which table of `plain`. layout: rows are sent too.
+    recorded: with spans, of `both` only."""
     rows, columns1, columns2 = cute.sym_int(divisibility=128), cute.sym_int(divisibility=4), cute.sym_int(divisibility=4)
 
     def matrix(dtype: Any, shape: tuple[Any, ...], divisibility: int) -> Any:
@@ -165,9 +175,10 @@ def compiled_gemm(kind: str, unroll: int, option: Any = None, layout: BufferLayo
     ready: Any = (vector(Int32), vector(Int64), vector(Int64)) if kind == "both" else None
     if sender is not None:
         ready += (vector(Int32), vector(Int32), tuple(Int64(0) for _ in range(5)))
+    spans = (vector(Int32), Int32(1)) if recorded else None
     work = tuple(vector(Int32) for _ in range(3 if kind == "both" else 1))
     layers = tuple(layer(columns) for _, columns in zip(parts, (columns1, columns2), strict=False))
     return cute.compile(
-        GroupedGemm(parts, STAGES, unroll, count, sender), layers, outputs, vector(Int32), work, vector(Int32), ready,
+        GroupedGemm(parts, STAGES, unroll, count, sender, recorded), layers, outputs, vector(Int32), work, vector(Int32), ready, spans,
         tuple(Int32(512) for _ in parts), Int32(132), make_fake_stream(use_tvm_ffi_env_stream=True), options="--enable-tvm-ffi",
     )  # fmt: skip

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from xstage.moe import quantize, routing
 from xstage.moe.layout import BufferLayout
 from xstage.moe.reference import Linear, swiglu
+from xstage.moe.spans import Spans
 from xstage.moe.weights import Weights
 from xstage.moe.work_table import WorkOrder
 
@@ -33,7 +34,8 @@ class KernelPipeline:
 
     Attributes:
         exchange: `xstage.moe.exchange.Exchange`, symmetric memory and work lists. middle: uint8 (e4m3) [rows, intermediate], what enters
-            the second GEMM; middle_scales: float32 [intermediate / 128, rows].
+            the second GEMM; middle_scales: float32 [intermediate / 128, rows]. spans: None, or the `xstage.moe.spans.Spans` into which
+            the kernel of both GEMMs records from now on.
 
     All ranks make it together, outside graph capture.
 
@@ -50,6 +52,7 @@ class KernelPipeline:
         intermediate = weights.intermediate
         layout = replace(layout, direct=order is not None)
         self.weights, self.clamp = weights, clamp
+        self.spans: Spans | None = None
         self.exchange = Exchange(layout, intermediate=intermediate, group=group, device=device, timeout_s=timeout_s, tag=tag, order=order)
         self.middle = torch.empty(layout.rows, intermediate, dtype=torch.uint8, device=device)
         self.middle_scales = torch.empty(intermediate // quantize.BLOCK, layout.rows, device=device)
@@ -86,7 +89,7 @@ class KernelPipeline:
         grouped_gemm.both(
             e.activations, e.scales, w.w1, w.w1_scales, w.w2, w.w2_scales, e.tile_expert, (e.work1, e.work2, e.reach), e.totals,
             e.row_weight, self.middle, self.middle_scales, row_slot,
-            (e.ready, e.control, e.call, e.tile_end, e.arrived, e.sends), self.clamp, e.layout,
+            (e.ready, e.control, e.call, e.tile_end, e.arrived, e.sends), self.clamp, e.layout, self.spans,
         )  # fmt: skip
 
     def linear1(self) -> None:

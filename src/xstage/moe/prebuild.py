@@ -61,9 +61,9 @@ def prebuild(
 
 def kernels_of(
     model: MoEShape, tokens: int, ranks: int, schedule: str, lead_rows: int | None, clamp: float | None, wide: bool, quantized: bool,
-    pull: bool = False,
+    pull: bool = False, recorded: bool = False,
 ) -> list[Work]:  # fmt: skip
-    """What one layer compiles. pull: its exchange by reads."""
+    """What one layer compiles. pull: its exchange by reads. recorded: also the kernel of both GEMMs with spans."""
     from xstage.moe import exchange, grouped_gemm
 
     order = None
@@ -75,6 +75,8 @@ def kernels_of(
     layout = replace(layout, direct=order is not None, pull=pull)
     exchange.check_layout(layout, model.intermediate)
     gemms = grouped_gemm.kernels(model.hidden, model.intermediate, clamp, None if order is None else layout)
+    if recorded:
+        gemms += grouped_gemm.kernels(model.hidden, model.intermediate, clamp, layout, True)
     return [*exchange.kernels(layout, model.intermediate, order, wide, quantized), *gemms]
 
 

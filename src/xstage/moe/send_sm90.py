@@ -23,13 +23,15 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 
 from xstage.device import signals, stores
 from xstage.device.clock import now_ns, sleep_ns
 from xstage.device.loads import load_4, load_16
 from xstage.device.meeting import PEERS
+from xstage.moe import spans_sm90
 from xstage.moe.layout import BufferLayout
+from xstage.moe.spans import SENT, TURN
 
 SLOT_BYTES, MOST_SLOTS = 16 * 1024, 16
 AHEAD, PATIENCE_NS = 4, 100_000
@@ -54,18 +56,23 @@ class Sender:
         return self
 
     @cute.jit
-    def run(self, given, call, index: Int32, warps: Int32, memory, pace) -> None:
+    def run(self, given, call, index: Int32, warps: Int32, memory, pace, marks=None) -> None:
         """All items of warp `index` of `warps`.
 
         given: addresses of items, pairs, weights (see `plan_sm90`, `exchange_sm90.Stage`), rows in e4m3 and their scales.
         memory: (address of the slots in shared memory, pointer to the mbarriers, one arrival each).
         pace: (shared address of the CTA's next Linear-1 entry, Linear-1 entries in all, entries of a round).
+        marks: (shared address, capacity) of `spans_sm90`; None: nothing is written down.
         """
         items, pairs, weights, x, x_scales = given
         lane = cute.arch.lane_idx()
         phase, stuck = Int32(0), Int32(-1)
         for item in cutlass.range(index, load_4(items), warps, unroll=1):
+            if const_expr(marks is not None):
+                spans_sm90.begin(marks[0], spans_sm90.SENDS, item)
             stuck = self._await_turn(item, load_4(items), pace, stuck)
+            if const_expr(marks is not None):
+                spans_sm90.mark(marks[0], spans_sm90.SENDS, TURN)
             place, expert, count, row = load_16(items + Int64(1 + item) * 16)
             rank = expert // self.mine
             buffer = call[PEERS + rank]
@@ -95,6 +102,8 @@ class Sender:
                 signals.count_release_sys(arrived + Int64(tile) * 4, before)
                 if before < count:
                     signals.count_release_sys(arrived + Int64(tile + 1) * 4, count - before)
+            if const_expr(marks is not None):
+                spans_sm90.close(marks[0], spans_sm90.SENDS, SENT, marks[1])
 
     @cute.jit
     def _copy_rows(self, x: Int64, token: Int32, count: Int32, target: Int64, memory, phase: Int32) -> Int32:

@@ -1,4 +1,4 @@
-"""Charts of the simulated studies, in the style of the paper's figures 8–11, and of what was measured of figure 8; from result files alone.
+"""Charts of the simulated studies, in the style of the paper's figures 8–11, and of what was measured of 8–10; from result files alone.
 
 Every function takes the content of a result file (see `studies.result`) and returns a matplotlib figure; `write_all` draws those whose
 files exist. Each chart says whether it is simulated or measured.
@@ -16,6 +16,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+from xstage.moe.spans import EDGES_NS
 from xstage.studies.moe84 import summary
 from xstage.studies.paper import MOE84
 
@@ -217,6 +218,52 @@ def lead(result: dict[str, Any]) -> Any:
     return figure
 
 
+def measured_spans(result: dict[str, Any]) -> Any:
+    """Figure 10 as measured (`studies.moe_spans`): spans of Linear-2 tiles by order, and with all rows local, per row."""
+    rows = result["rows"]
+    figure, axes = plt.subplots(1, len(rows), figsize=(3.4 * len(rows), 3.4), sharex=True, layout="constrained", squeeze=False)
+    edges = EDGES_NS / 1e3
+    shown = (
+        ("expert_wave", "remote", WAVE, "expert-wave"), ("interleaved", "remote", MIXED, "interleaved"),
+        ("interleaved", "local", CONTROL, "interleaved, all rows local"),
+    )  # fmt: skip
+    for axis, r in zip(axes[0], rows, strict=True):
+        for order, stores, color, label in shown:
+            counts = r["orders"][order][stores][0]["span_counts"]
+            total = max(sum(counts), 1)
+            axis.stairs([c / total for c in counts], edges, color=color, fill=stores == "remote", alpha=0.6, label=label)
+        axis.set_title(f"{r['shape']}, f = {r['share']:g}", fontsize=9)
+        axis.set_yticks([])
+    axes[0][0].legend(fontsize=7)
+    figure.supxlabel("sender-visible span of a Linear-2 tile, µs", fontsize=9)
+    figure.suptitle(f"Span distributions, measured on {result['settings']['world']} GPUs (rank 0)", fontsize=11)
+    return figure
+
+
+def measured_activity(result: dict[str, Any]) -> Any:
+    """Figure 9 as measured: share of the math warpgroups in a main loop over a launch, a line of charts per row of the file."""
+    rows = result["rows"]
+    figure, axes = plt.subplots(len(rows), 2, figsize=(11, 2.3 * len(rows)), sharex="row", sharey=True, layout="constrained", squeeze=False)
+    for line, r in zip(axes, rows, strict=True):
+        for axis, (order, color) in zip(line, (("expert_wave", WAVE), ("interleaved", MIXED)), strict=True):
+            for stores in ("remote", "local"):
+                found = r["orders"][order][stores][0]
+                bins, remote = len(found["activity"]), stores == "remote"
+                edges = [found["whole_us"] * i / bins for i in range(bins + 1)]
+                label = f"{stores}, mean {found['busy']:.0%}, end {found['whole_us']:,.0f} µs"
+                axis.stairs(
+                    [100 * share for share in found["activity"]], edges, color=color if remote else CONTROL, fill=remote,
+                    alpha=0.75 if remote else 1.0, label=label,
+                )  # fmt: skip
+            axis.set_title(f"{r['shape']}, f = {r['share']:g}, {order.replace('_', '-')}", fontsize=9)
+            axis.legend(fontsize=7, loc="lower center")
+        line[0].set_ylabel("in a main loop, %", fontsize=8)
+    for axis in axes[-1]:
+        axis.set_xlabel("time in the kernel, µs")
+    figure.suptitle(f"Math warpgroups in a main loop, measured on {result['settings']['world']} GPUs (rank 0)", fontsize=11)
+    return figure
+
+
 CHARTS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "figure8-speedups": ("moe84", speedups),
     "figure9-activity": ("timelines", activity),
@@ -226,7 +273,11 @@ CHARTS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "scale": ("scale", scale),
     "lead": ("lead", lead),
 }
-MEASURED = {"figure8-measured": ("moe", measured_speedups)}
+MEASURED = {
+    "figure8-measured": ("moe", measured_speedups),
+    "figure9-measured": ("moe-spans", measured_activity),
+    "figure10-measured": ("moe-spans", measured_spans),
+}
 
 
 def write_all(results: Path, out: Path, kind: str = "svg") -> list[Path]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,7 @@ def trace_events(timeline: Timeline, capacity_bytes: float = math.inf, instances
     shown = min(instances, timeline.instances)
     for g in range(shown):
         name = f"SM {g}" if ctas == 1 else f"SMs {g * ctas}–{(g + 1) * ctas - 1}"
-        events.append({"ph": "M", "pid": g + 1, "name": "process_name", "args": {"name": name}})
-        events.append({"ph": "M", "pid": g + 1, "name": "process_sort_index", "args": {"sort_index": g + 1}})
-        for tid, role in ((TENSOR, "tensor cores"), (ISSUE, "issuing role")):
-            events.append({"ph": "M", "pid": g + 1, "tid": tid, "name": "thread_name", "args": {"name": role}})
+        events += named(g + 1, name, {TENSOR: "tensor cores", ISSUE: "issuing role"})
     end1 = order.rows * order.pairs1
     for i in range(order.tiles):
         layer, k, pairs = (1, i, order.pairs1) if i < end1 else (2, i - end1, order.pairs2)
@@ -43,14 +41,14 @@ def trace_events(timeline: Timeline, capacity_bytes: float = math.inf, instances
             continue
         args = {"layer": layer, "row": k // pairs, "tile": k}
         start, end = timeline.mma_start[i], timeline.mma_end[i]
-        events.append(_slice(f"Linear-{layer} mainloop", g, TENSOR, start, end, args))
+        events.append(slice_event(f"Linear-{layer} mainloop", g + 1, TENSOR, start, end, args))
         if timeline.stall[i] > 0 and timeline.span_start[i] >= end:
-            events.append(_slice("staging stall", g, TENSOR, start - timeline.stall[i], start, args))
+            events.append(slice_event("staging stall", g + 1, TENSOR, start - timeline.stall[i], start, args))
         if layer == 2:
-            events.append(_slice("stage", g, ISSUE, timeline.span_start[i], timeline.store_start[i], args))
-            events.append(_slice("remote stores", g, ISSUE, timeline.store_start[i], timeline.span_end[i], args))
+            events.append(slice_event("stage", g + 1, ISSUE, timeline.span_start[i], timeline.store_start[i], args))
+            events.append(slice_event("remote stores", g + 1, ISSUE, timeline.store_start[i], timeline.span_end[i], args))
         else:
-            events.append(_slice("Linear-1 epilogue", g, ISSUE, timeline.span_start[i], timeline.span_end[i], args))
+            events.append(slice_event("Linear-1 epilogue", g + 1, ISSUE, timeline.span_start[i], timeline.span_end[i], args))
     events.append({"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "X-Stage"}})
     for now, outstanding, _ in timeline.flow:
         values = {"outstanding": round(float(outstanding))}
@@ -68,20 +66,39 @@ def write_trace(
     Raises:
         XStageError: the path cannot be written.
     """
+    return write_events(path, trace_events(timeline, capacity_bytes, instances, ctas))
+
+
+def write_events(path: str | os.PathLike[str], events: Sequence[Mapping[str, Any]]) -> Path:
+    """Write trace events to a file.
+
+    Raises:
+        XStageError: the path cannot be written.
+    """
     check_writable(path, "trace")
     target = Path(path)
-    body = {"displayTimeUnit": "ns", "traceEvents": trace_events(timeline, capacity_bytes, instances, ctas)}
+    body = {"displayTimeUnit": "ns", "traceEvents": events}
     target.write_text(json.dumps(body, separators=(",", ":"), ensure_ascii=False), encoding="utf-8")
     return target
 
 
-def _slice(name: str, instance: int, tid: int, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
+def slice_event(name: str, process: int, tid: int, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
+    """A slice from start to end, ns, on a track."""
     return {
         "ph": "X",
-        "pid": instance + 1,
+        "pid": process,
         "tid": tid,
         "name": name,
         "ts": round(float(start) / 1e3, 3),
         "dur": round(float(end - start) / 1e3, 3),
         "args": args,
     }
+
+
+def named(process: int, name: str, tracks: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Events that name a process and its tracks; processes are sorted by number."""
+    return [
+        {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}},
+        {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}},
+        *({"ph": "M", "pid": process, "tid": tid, "name": "thread_name", "args": {"name": role}} for tid, role in tracks.items()),
+    ]

@@ -260,7 +260,7 @@ def _say(row: Mapping[str, Any], seconds: float) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         what = f"{row['shape']} {row['routing']} {row['tokens']} f={row['share']:g}"
         skew = f"Gini {row['gini']:.3f}, max/mean {row['max_over_mean']:.2f}"
-        answers = " ".join(f"{k} {v:g}" for k, v in row["derived"].items())
+        answers = " ".join(f"{k} {v if isinstance(v, str) else f'{v:g}'}" for k, v in row["derived"].items())
         print(f"{what} ({skew}): {answers} ({seconds:.0f} s)", file=sys.stderr, flush=True)
 
 

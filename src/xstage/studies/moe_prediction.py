@@ -1,6 +1,6 @@
-"""What the simulator says about the configurations of `moe_orders`: added to the result file afterwards, on any machine.
+"""What the simulator says about the configurations of `moe_orders` and of `moe_spans`: added to the result file afterwards, on any machine.
 
-    python -m xstage.studies.moe_prediction results/h200x2/moe.json
+    python -m xstage.studies.moe_prediction results/h200x2/moe.json              # or moe-spans.json: span and stall of a Linear-2 tile
 
 Of a measured row it takes the load of every expert, the lead and the share f; of the platform file R, Q and T_iss⁰; and the time of a
 tile alone, `EPILOGUE_NS + NS_PER_K · K`: a line through the ten grouped GEMMs of results/h200/grouped-gemm.json (5 shapes, both layers,
@@ -30,7 +30,7 @@ from xstage.moe.work_table import TILE_COLUMNS, TILE_ROWS
 from xstage.planner import at_scale, plan
 from xstage.platform import Platform, check_writable, load_platform
 from xstage.simulate import routing
-from xstage.simulate.mega_moe import MoEWorkload
+from xstage.simulate.mega_moe import STAGING_TILE, MoEWorkload, simulate_moe
 from xstage.studies.moe_orders import WITHIN, chosen, derived, headline, measured
 
 CHOICES = ("winner", "plan")
@@ -52,8 +52,7 @@ def workload(row: Mapping[str, Any], ranks: int) -> MoEWorkload:
 
 def predict(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str, Any] | None:
     """Predicted times of both orders, their ratio, and the choices with what they cost in the row's measured times; None: no such share."""
-    peers = round(1 / (1 - row["share"])) if row["share"] < 1 else 0
-    if not peers or peers % ranks or abs(1 - 1 / peers - row["share"]) > 1e-9:
+    if not (peers := _peers(row["share"], ranks)):
         return None
     work, there = at_scale(workload(row, ranks), platform, peers)
     found = plan(work, there, leads=[row["lead_rows"]], methods=["st_global"], slots=[work.slots], staging_ns=EPILOGUE_NS)
@@ -67,6 +66,25 @@ def predict(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str,
         **{f"{name}_ns": round(time, 1) for name, time in times.items()},
         "speedup": round(times["expert_wave"] / times["interleaved"], 4), **orders, **costs,
     }  # fmt: skip
+
+
+def spans(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str, dict[str, float]] | None:
+    """Per order of a row of `moe_spans`: median span and stall of a full Linear-2 tile, µs; None: no such share."""
+    if not (peers := _peers(row["share"], ranks)):
+        return None
+    work, there = at_scale(workload(row, ranks), platform, peers)
+    staging = EPILOGUE_NS * STAGING_TILE / (work.tile_m * work.tile_n)
+    found = {}
+    for order in row["orders"]:
+        run = simulate_moe(work, there, order.replace("_", "-"), lead_rows=row["lead_rows"], staging_ns=staging)
+        found[order] = {"span_us": round(run.span_ns / 1e3, 3), "stall_us": round(run.stall_ns / 1e3, 3)}
+    return found
+
+
+def _peers(share: float, ranks: int) -> int:
+    """P of a share f = 1 − 1/P that `ranks` ranks can stand for; 0: none."""
+    peers = round(1 / (1 - share)) if share < 1 else 0
+    return peers if peers and peers % ranks == 0 and abs(1 - 1 / peers - share) <= 1e-9 else 0
 
 
 def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -83,7 +101,7 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def annotate(path: str | Path, platform: str = PLATFORM) -> dict[str, Any]:
-    """Write the prediction into every measured row of a result file of `moe_orders`, and its headline figures; returns the content.
+    """Write the prediction into every measured row of a result file, and of `moe_orders` its headline figures; returns the content.
 
     Raises:
         XStageError: no such file, or of another study.
@@ -93,20 +111,24 @@ def annotate(path: str | Path, platform: str = PLATFORM) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise XStageError(f"path: {path} cannot be read: {error}") from None
-    if content.get("study") != "moe":
-        raise XStageError(f"path: {path} is a result of {content.get('study')!r}, not of 'moe'")
+    if content.get("study") not in ("moe", "moe-spans"):
+        raise XStageError(f"path: {path} is a result of {content.get('study')!r}, not of 'moe' or 'moe-spans'")
     known = load_platform(platform, samples=False)
+    tell = predict if content["study"] == "moe" else spans
     for row in content["rows"]:
         if "derived" in row:
-            ns = {name: t["slowest_ns"] for name, t in row["times"].items()}
-            row["derived"] = derived(ns, auto_order(shape(row["shape"]).intermediate, row["share"]))
-            row["predicted"] = predict(row, known, content["settings"]["world"])
+            if content["study"] == "moe":
+                ns = {name: t["slowest_ns"] for name, t in row["times"].items()}
+                row["derived"] = derived(ns, auto_order(shape(row["shape"]).intermediate, row["share"]))
+            row["predicted"] = tell(row, known, content["settings"]["world"])
     content["prediction"] = {"platform": platform, "ns_per_k": NS_PER_K, "epilogue_ns": EPILOGUE_NS}
-    content["headline"] = headline(content["rows"]) | figures(content["rows"])
+    if content["study"] == "moe":
+        content["headline"] = headline(content["rows"]) | figures(content["rows"])
     check_writable(path)
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return content
 
 
 if __name__ == "__main__":
-    print(json.dumps(figures(annotate(sys.argv[1])["rows"]), indent=1))
+    made = annotate(sys.argv[1])
+    print(json.dumps(figures(made["rows"]) if made["study"] == "moe" else [row["predicted"] for row in made["rows"]], indent=1))

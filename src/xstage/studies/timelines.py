@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from xstage.moe.spans import busy_share
 from xstage.platform import load_platform
 from xstage.simulate import shapes
 from xstage.simulate.engine import Timeline
@@ -25,17 +26,7 @@ EDGES_US = tuple(float(x) for x in np.round(np.arange(0, 16.01, 0.25), 2))
 def tensor_activity(timeline: Timeline, bins: int = BINS) -> tuple[list[float], list[float]]:
     """Bin starts in µs and the share of instances in a mainloop, over the makespan."""
     edges = np.linspace(0, timeline.makespan_ns, bins + 1)
-    begin, end = np.sort(timeline.mma_start), np.sort(timeline.mma_end)
-
-    def until(t: Any) -> Any:
-        """Mainloop time before t, over all tiles: Σ max(t − start, 0) − Σ max(t − end, 0)."""
-        total = np.zeros(len(t))
-        for sign, times in ((1, begin), (-1, end)):
-            count = np.searchsorted(times, t)
-            total += sign * (count * t - np.concatenate([[0.0], np.cumsum(times)])[count])
-        return total
-
-    share = np.diff(until(edges)) / (edges[1] * timeline.instances)
+    share = busy_share(timeline.mma_start, timeline.mma_end, timeline.makespan_ns, timeline.instances, bins)
     return [float(e) / 1e3 for e in edges[:-1]], [float(x) for x in share]
 
 
