@@ -37,6 +37,7 @@ from xstage.attention.serial import graphed
 from xstage.bench import timing
 from xstage.errors import XStageError
 from xstage.moe import quantize, routing
+from xstage.moe.auto_order import auto_order
 from xstage.moe.exchange import Exchange
 from xstage.moe.op import MegaMoE
 from xstage.moe.pipeline import KernelPipeline, TorchPipeline
@@ -98,15 +99,18 @@ def sent_bytes(pairs: int, arrived: int, hidden: int) -> int:
 
 
 def derived(
-    times: Mapping[str, Mapping[str, timing.Times]], bytes_sent: int, rate: float | None, flops: tuple[float, float]
-) -> dict[str, float]:
-    """Answers of a row, ns and ratios; only those whose variants were measured.
+    times: Mapping[str, Mapping[str, timing.Times]], bytes_sent: int, rate: float | None, flops: tuple[float, float], auto: str
+) -> dict[str, Any]:  # fmt: skip
+    """Answers of a row, ns and ratios; only those whose variants were measured. What is compared with others is the order `auto`.
 
     Args:
         bytes_sent: by the busiest rank. rate: R in bytes/ns, None: no bound. flops: of Linear-1 and Linear-2 on the fullest rank.
+        auto: the order that `auto_order` says.
     """
     ns = {name: t.slowest_ns for measured in times.values() for name, t in measured.items()}
-    answers: dict[str, float] = {}
+    answers: dict[str, Any] = {}
+    if auto in ns:
+        answers["auto"], ns["auto"] = auto, ns[auto]
     if "linear1" in ns:
         answers["compute_ns"] = round(ns["linear1"] + ns["linear2"], 1)
         answers["swiglu_over_plain"] = round(ns["swiglu"] / ns["linear1"], 4)
@@ -118,18 +122,18 @@ def derived(
         if rate is not None:
             answers["bytes_over_rate_ns"] = round(bytes_sent / rate, 1)
             answers["bound_ns"] = round(answers["compute_ns"] + bytes_sent / rate + OVERHEAD_NS, 1)
-        for name in ORDERS:
+        for name in ("auto", *ORDERS):
             if name in ns:
                 answers[f"{name}_over_compute"] = round(ns[name] / answers["compute_ns"], 4)
         if "deep_gemm_linear1" in ns:
             answers["gemm_over_deepgemm"] = round(answers["compute_ns"] / (ns["deep_gemm_linear1"] + ns["deep_gemm_linear2"]), 4)
     if "interleaved" in ns and "expert_wave" in ns:
         answers["interleaved_over_wave"] = round(ns["expert_wave"] / ns["interleaved"], 4)
-    if "interleaved" in ns and "deep_gemm_mega" in ns:
-        answers["speedup_public"] = round(ns["deep_gemm_mega"] / ns["interleaved"], 4)
+    if "auto" in ns and "deep_gemm_mega" in ns:
+        answers["speedup_public"] = round(ns["deep_gemm_mega"] / ns["auto"], 4)
     if "serial" in ns:
-        if "interleaved" in ns:
-            answers["speedup_unfused"] = round(ns["serial"] / ns["interleaved"], 4)
+        if "auto" in ns:
+            answers["speedup_unfused"] = round(ns["serial"] / ns["auto"], 4)
         if "bound_ns" in answers:
             answers["serial_over_bound"] = round(ns["serial"] / answers["bound_ns"], 4)
         if "swiglu" in ns:
@@ -156,15 +160,15 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         model, share = MODELS.get(r["shape"], r["shape"].lower()), {0.5: "f12", 0.875: "f78"}.get(r["share"])
         if share is None:
             continue
-        if "interleaved" in layer:
-            put(f"moe.time_us.{share}.{model}", layer["interleaved"]["slowest_ns"] / 1e3, "µs")
+        if "auto" in d:
+            put(f"moe.time_us.{share}.{model}", layer[d["auto"]]["slowest_ns"] / 1e3, "µs")
         if share == "f12":
             if "gemm_over_deepgemm" in d:
                 put(f"moe.gemm_over_deepgemm.{model}", d["gemm_over_deepgemm"])
             if "serial" in layer:
                 put(f"moe.serial_us.f12.{model}", layer["serial"]["slowest_ns"] / 1e3, "µs")
-            if "interleaved_over_compute" in d:
-                put(f"moe.over_compute_only.f12.{model}", d["interleaved_over_compute"])
+            if "auto_over_compute" in d:
+                put(f"moe.over_compute_only.f12.{model}", d["auto_over_compute"])
     over = [r["derived"]["serial_over_bound"] for r in rows if "serial_over_bound" in r["derived"]]
     if over:
         put("moe.serial_over_bound.max", max(over))
@@ -237,7 +241,7 @@ def run(
                 results.content["headline"] = headline([*results.content["rows"], row])
                 results.add(row)
                 if rank == 0:
-                    answers = " ".join(f"{k} {v:g}" for k, v in row["derived"].items())
+                    answers = " ".join(f"{k} {v if isinstance(v, str) else f'{v:g}'}" for k, v in row["derived"].items())
                     print(f"{model.name} f={share:g}: {answers} ({time.monotonic() - begun:.0f} s)", file=sys.stderr, flush=True)
             for pipeline in fused.values():
                 pipeline.free()
@@ -446,7 +450,7 @@ def _row(
         "shape": model.name, "hidden": model.hidden, "intermediate": model.intermediate, "experts": model.experts, "top_k": model.top_k,
         "tokens": len(layer.x), "share": share, "rows": [ranks[1] for ranks in everyone], "remote_pairs": remote, "sent_bytes": bytes_sent,
         "object_bytes": moe.size_bytes.total, "agreement": {k: round(v, 5) for k, v in agreement.items()},
-        "derived": derived(times, bytes_sent, rate, flops),
+        "derived": derived(times, bytes_sent, rate, flops, auto_order(model.intermediate, share)),
         "groups": {group: {name: t.to_json() for name, t in measured.items()} for group, measured in times.items()},
     }  # fmt: skip
 
