@@ -172,16 +172,20 @@ def test_predictions_stand_beside_what_was_measured() -> None:
     platform = load_platform("h200-nvlink4", samples=False)
     stores = moe_stall.burst(0.5, platform)
     assert stores.burst_bytes == 132 * 65_536 / 2
-    answers = study.derived(measured(0.5)["orders"], 0.5, platform)
+    answers = study.derived(measured(0.5)["orders"], 0.5, 0.0, platform)
     mixed, wave = answers["interleaved"], answers["expert_wave"]
     assert (mixed["span_us"], mixed["control_us"], mixed["over_control"], mixed["stall_us"]) == (3.25, 1.5, 2.1667, 1.75)
-    # A Linear-2 tile of 7 µs; interleaved half a Linear-1 tile of 23 µs besides.
-    assert (wave["gap_us"], mixed["gap_us"]) == (7.0, 18.5)
-    assert wave["predicted_stall_us"] == pytest.approx(stores.drain_ns / 1e3 - 7.0, abs=1e-3)
-    assert mixed["predicted_stall_us"] == 0
+    # A Linear-2 tile of 7 µs, and half a Linear-1 tile of 23 µs.
+    assert (wave["period_us"], mixed["period_us"]) == (18.5, 18.5)
+    assert mixed["predicted_stall_us"] == wave["predicted_stall_us"] == 0
     figures = {key: entry["value"] for key, entry in study.headline([{"derived": answers}]).items()}
-    error = max(abs(wave["predicted_stall_us"] - 4.0), 1.75)
-    assert figures == {"moe.span_over_control.max": 2.1667, "moe.stall_error_us.max": pytest.approx(error, abs=1e-3)}
+    assert figures == {"moe.span_over_control.max": 2.1667, "moe.stall_error_us.max": 4.0}
+    # Rows that a rank sends meanwhile share the link: a period drains both.
+    tiles = measured(0.5)["orders"]["interleaved"]["local"]
+    rounds = sum(r["tiles"][1] for r in tiles) / 2 / len(tiles) / 132
+    busy = study.derived(measured(0.5)["orders"], 0.5, 20e3 * stores.rate * rounds, platform)["interleaved"]
+    assert busy["sent_us"] == pytest.approx(20.0, abs=1e-3)
+    assert busy["predicted_stall_us"] == pytest.approx(stores.drain_ns / 1e3 + 20.0 - 18.5, abs=1e-3)
     assert study.headline([]) == {}
 
 
@@ -224,11 +228,11 @@ def test_table_charts_and_simulation(tmp_path: Path) -> None:
     platform = load_platform("h200-nvlink4", samples=False)
     rows = [measured(share) for share in (0.5, 0.875)]
     for row in rows:
-        row["derived"] = study.derived(row["orders"], row["share"], platform)
+        row["derived"] = study.derived(row["orders"], row["share"], 0.0, platform)
     settings = {"world": 2, "tokens": 512, "platform": "h200-nvlink4"}
     path.write_text(json.dumps({"study": "moe-spans", "settings": settings, "rows": rows}))
     spans = "5.50 (5.50 … 5.50 … 5.50) | 1.50 (1.50 … 1.50 … 1.50) | 3.67"
-    assert f"| Qwen3-30B, 0.5, expert-wave | {spans} | 4.0 | 4.6 | 4.5 | – | 20.0, 5.0 |" in tables.TABLES["moe-spans"](tmp_path)
+    assert f"| Qwen3-30B, 0.5, expert-wave | {spans} | 18.5 | 11.6, 0.0 | 0.0 | 4.0 | – | 20.0, 5.0 |" in tables.TABLES["moe-spans"](tmp_path)
     moe_prediction.annotate(path)
     predicted = json.loads(path.read_text())["rows"][0]["predicted"]
     assert set(predicted) == set(study.ORDERS)

@@ -358,13 +358,28 @@ def _exchange_bound_table(_results: Path) -> str:
     return grid(["model", "heads, tokens", "2 GPUs", "4", "8"], rows) + f"\n\n{said}; platform `h200-nvlink4`."
 
 
+def _head_exchange_table(results: Path) -> str:
+    rows = [
+        [
+            r["shape"],
+            *(f"{r[name]:,.0f}" for name in ("bound_us", "kernel_us", "push_us", "nccl_us")),
+            f"{r['kernel_us'] / r['bound_us']:.2f}",
+        ]
+        for r in _read(results / "h200x2" / "head-exchange.json")["rows"]
+    ]
+    head = ["model", "bound", "one kernel", "copies by the copy engines", "three all-to-alls (NCCL)", "kernel over bound"]
+    return grid(head, rows) + "\n\nµs, slowest rank, two H200s; `results/h200x2/head-exchange.json`."
+
+
 def _moe_table(results: Path) -> str:
     path = results / "h200x2" / "moe-layer.json"
     if not path.exists():
         return "Not measured yet."
     content = _read(path)
-    head = ["model, f", "GEMMs", "with SwiGLU, rows", "dispatch", "combine", "serial", "bound", "over bound", "interleaved", "wave",
-            "`auto` over GEMMs", "serial over `auto`", "DeepGEMM's GEMMs", "DeepGEMM's fused layer", "over `auto`", "torch + NCCL"]  # fmt: skip
+    head = [
+        "model, f", "GEMMs", "with SwiGLU, rows", "dispatch", "combine", "serial", "bound", "over bound", "interleaved", "wave",
+        "`auto` over GEMMs", "serial over `auto`", "DeepGEMM's GEMMs", "DeepGEMM's fused layer", "over `auto`", "torch + NCCL",
+    ]  # fmt: skip
     rows = []
     for r in content["rows"]:
         ns = {name: t["slowest_ns"] for group in r["groups"].values() for name, t in group.items()}
@@ -378,12 +393,32 @@ def _moe_table(results: Path) -> str:
         bound = f"{r['derived']['bound_ns'] / 1e3:,.0f}" if "bound_ns" in r["derived"] else "–"
         rows.append([
             f"{r['shape']}, {r['share']:g}", us("linear1", "linear2"), us("swiglu", "rows"), us("dispatch"), us("combine"), us("serial"),
-            bound, ratio("serial_over_bound"), us("interleaved"), us("expert_wave"), ratio("auto_over_compute"),
-            ratio("speedup_unfused"), us("deep_gemm_linear1", "deep_gemm_linear2"), us("deep_gemm_mega"), ratio("speedup_public"), us("torch"),
+            bound, ratio("serial_over_bound"), us("interleaved"), us("expert_wave"), ratio("auto_over_compute"), ratio("speedup_unfused"),
+            us("deep_gemm_linear1", "deep_gemm_linear2"), us("deep_gemm_mega"), ratio("speedup_public"), us("torch"),
         ])  # fmt: skip
     tokens, world = content["settings"]["tokens"], content["settings"]["world"]
     said = f"µs per call, slowest rank, medians; {tokens:,} tokens on each of {world} ranks; `results/h200x2/moe-layer.json`."
     return grid(head, rows) + "\n\n" + said
+
+
+def _sent_rows(row: Any) -> float:
+    """Bytes of rows, with scales and sources, that leave the busiest rank of a row of moe-layer."""
+    return float(max(row["remote_pairs"]) * (row["hidden"] + row["hidden"] // 32 + 16))
+
+
+def _moe_dispatch_table(results: Path) -> str:
+    """Rows to their experts by stores, by reads and by NCCL, beside what the drain rate says."""
+    rate, rows = float(load_platform("h200-nvlink4", samples=False).method("st_global").drain_rate(132)), []
+    for r in _read(results / "h200x2" / "moe-layer.json")["rows"]:
+        us = {name: t["slowest_ns"] / 1e3 for name, t in r["groups"]["layer"].items()}
+        sent = _sent_rows(r)
+        rows.append([
+            f"{r['shape']}, {r['share']:g}", f"{sent / 2**20:,.0f}", f"{sent / rate / 1e3:,.0f}",
+            *(f"{us[name]:,.0f}" for name in ("dispatch", "dispatch_pull", "dispatch_nccl")),
+        ])  # fmt: skip
+    head = ["model, f", "MiB that leave a rank", "over R", "stores (push)", "reads (pull)", "NCCL"]
+    said = "µs, slowest rank. Push and pull with counts, plan and quantisation; NCCL with e4m3 rows and known splits"
+    return grid(head, rows) + f"\n\n{said}; `results/h200x2/moe-layer.json`."
 
 
 def _moe_summary_table(results: Path) -> str:
@@ -420,19 +455,19 @@ def _moe_model_table(results: Path) -> str:
         ns = {name: t["slowest_ns"] for name, t in r["groups"]["gemm"].items()}
         tiles1, tiles2 = (max(r["rows"]) / 128 * columns / 256 / platform.sms for columns in (2 * r["intermediate"], r["hidden"]))
         alone1, alone2 = ns["swiglu"] / tiles1, ns["rows_local"] / tiles2
-        stores = burst(r["share"], platform)
+        stores, sent = burst(r["share"], platform), _sent_rows(r)
         cells = []
         for name in ("rows", "both_interleaved"):
             gap = gap_ns(alone1, alone2, tiles1 / tiles2, interleaved=name != "rows")
             measured = (ns[name] - ns[f"{name}_local"]) / tiles2
-            cells.append(f"{stores.stall_ns(gap) / 1e3:.1f}")
+            cells.append(f"{stores.stall_ns(gap, 0.0 if name == 'rows' else sent / tiles2) / 1e3:.1f}")
             cells.append(f"{measured / 1e3:.1f}")
         rows.append([
             f"{r['shape']}, {r['share']:g}", f"{alone1 / 1e3:.1f}, {alone2 / 1e3:.1f}",
             f"{stores.burst_bytes / 2**20:.1f} MiB, {stores.drain_ns / 1e3:.1f}", f"{stores.aligned_ns / 1e3:.1f}", *cells,
         ])  # fmt: skip
     head = ["model, f", "time of a tile: Linear-1, Linear-2", "burst V, V/R", "(V − Q)/R if aligned", "one after the other: V/R − G",
-            "measured", "interleaved: V/R − G", "measured"]  # fmt: skip
+            "measured", "interleaved: (V + S)/R − G", "measured"]  # fmt: skip
     return grid(head, rows) + "\n\nµs; stalls per Linear-2 tile. Platform `h200-nvlink4`, nothing refitted."
 
 
@@ -468,10 +503,12 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "attention-designs": _attention_designs_table,
     "dit": _dit_table,
     "exchange-bound": _exchange_bound_table,
+    "head-exchange": _head_exchange_table,
     "moe": _moe_table,
     "moe-orders": moe_orders_table,
     "moe-spans": moe_spans_table,
     "moe-summary": _moe_summary_table,
+    "moe-dispatch": _moe_dispatch_table,
     "moe-gemm": _moe_gemm_table,
     "moe-model": _moe_model_table,
     "moe-forms": _moe_forms_table,

@@ -31,6 +31,7 @@ from xstage.planner import at_scale, plan
 from xstage.platform import Platform, check_writable, load_platform
 from xstage.simulate import routing
 from xstage.simulate.mega_moe import STAGING_TILE, MoEWorkload, simulate_moe
+from xstage.studies import moe_spans
 from xstage.studies.moe_orders import WITHIN, chosen, derived, headline, measured
 
 CHOICES = ("winner", "plan")
@@ -120,6 +121,10 @@ def annotate(path: str | Path, platform: str = PLATFORM) -> dict[str, Any]:
             if content["study"] == "moe":
                 ns = {name: t["slowest_ns"] for name, t in row["times"].items()}
                 row["derived"] = derived(ns, auto_order(shape(row["shape"]).intermediate, row["share"]))
+            else:
+                row["derived"] = moe_spans.derived(
+                    row["orders"], row["share"], moe_spans.sent(shape(row["shape"]), row["tokens"], row["share"]), known
+                )
             row["predicted"] = tell(row, known, content["settings"]["world"])
     content["prediction"] = {"platform": platform, "ns_per_k": NS_PER_K, "epilogue_ns": EPILOGUE_NS}
     if content["study"] == "moe":

@@ -34,40 +34,54 @@ from xstage.moe.shapes import MoEShape, shape
 from xstage.moe.spans import Records, Spans, decode, summary
 from xstage.platform import Platform, load_platform
 from xstage.simulate.trace import named, slice_event, write_events
-from xstage.studies.moe_layer import load_random, order_pipeline
+from xstage.studies.moe_layer import load_random, order_pipeline, sent_bytes
 from xstage.studies.moe_stall import burst, gap_ns
 
 SHAPES, SHARES = ("Qwen3.5", "Qwen3-30B"), (0.5, 0.875)
 ORDERS, STORES = ("interleaved", "expert_wave"), ("remote", "local")
 WARM, TRACED = 3, 10
+GROUPS = 2  # math warpgroups: each records every tile
 MATH, LOADS, SENDS = 1, 2, 3
 
 Measure = Callable[[float], tuple[dict[str, Any], dict[str, Records]]]
 Open = Callable[[MoEShape], AbstractContextManager[Measure]]
 
 
-def derived(orders: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], share: float, platform: Platform) -> dict[str, Any]:
-    """Per order: mean T_RS over ranks and its control's, their ratio, and the stall of a Linear-2 tile, measured and predicted, in µs.
+def derived(
+    orders: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], share: float, sent_bytes: float, platform: Platform
+) -> dict[str, Any]:
+    """Per order, µs: mean T_RS over ranks and its control's, and their ratio; the time from one Linear-2 tile of an SM to the next, with
+    its share of Linear-1, in the control (`period_us`); by how much remote rows make it longer (`stall_us`), and what the model says.
 
     Args:
-        orders: order → `remote` and `local` → a summary per rank.
+        orders: order → `remote` and `local` → a summary per rank. sent_bytes: of rows that a rank sends to others in a call.
     """
     answers, stores = {}, burst(share, platform)
     for name, found in orders.items():
         spans = {which: _mean(found[which], "store_span") for which in STORES}
-        alone1, alone2 = (
-            1e3 * sum(_mean(found["local"], part) for part in parts)
-            for parts in (("linear1_main", "linear1_epilogue", "gap1"), ("linear2_main", "store_span", "gap2"))
-        )
         tiles1, tiles2 = (sum(r["tiles"][layer] for r in found["local"]) for layer in (0, 1))
-        gap = gap_ns(alone1, alone2, tiles1 / max(tiles2, 1), name == "interleaved")
+        periods = {
+            which: 1e3 * gap_ns(
+                sum(_mean(found[which], part) for part in ("linear1_main", "linear1_epilogue", "gap1")),
+                sum(_mean(found[which], part) for part in ("linear2_main", "store_span", "gap2")), tiles1 / max(tiles2, 1), True,
+            )
+            for which in STORES
+        }  # fmt: skip
+        rounds = max(tiles2 / GROUPS / len(found["local"]) / platform.sms, 1e-9)
+        predicted = stores.stall_ns(periods["local"], sent_bytes / rounds)
         answers[name] = {
             "span_us": round(spans["remote"], 3), "control_us": round(spans["local"], 3),
-            "over_control": round(spans["remote"] / spans["local"], 4), "stall_us": round(spans["remote"] - spans["local"], 3),
-            "gap_us": round(gap / 1e3, 3), "drain_us": round(stores.drain_ns / 1e3, 3),
-            "predicted_stall_us": round(stores.stall_ns(gap) / 1e3, 3), "aligned_stall_us": round(stores.aligned_ns / 1e3, 3),
+            "over_control": round(spans["remote"] / spans["local"], 4), "period_us": round(periods["local"] / 1e3, 3),
+            "stall_us": round((periods["remote"] - periods["local"]) / 1e3, 3), "drain_us": round(stores.drain_ns / 1e3, 3),
+            "sent_us": round(sent_bytes / rounds / stores.rate / 1e3, 3), "predicted_stall_us": round(predicted / 1e3, 3),
+            "aligned_stall_us": round(stores.aligned_ns / 1e3, 3),
         }  # fmt: skip
     return answers
+
+
+def sent(model: MoEShape, tokens: int, share: float) -> float:
+    """Bytes of rows that a rank sends to others."""
+    return sent_bytes(round(share * tokens * model.top_k), 0, model.hidden)
 
 
 def _mean(ranks: Sequence[Mapping[str, Any]], name: str) -> float:
@@ -175,7 +189,7 @@ def walk(
                 if timing.gather(time.monotonic() - begun)[0] > budget_s:
                     return False
                 row, records = measure(share)
-                row["derived"] = derived(row["orders"], share, platform)
+                row["derived"] = derived(row["orders"], share, sent(shape(row["shape"]), row["tokens"], share), platform)
                 if write and (model, share) == (models[0], shares[0]):
                     for order, of_rank in records.items():
                         write_events(results.path.with_name(f"{results.path.stem}-{order}-trace.json"), trace_events(of_rank))
