@@ -88,6 +88,8 @@ def test_derived_answers() -> None:
     everything = study.derived({"dit": {**residual, "nccl_graph": at(1300), "push_graph": at(1200), "push_cudnn": at(1144)}})
     assert everything["residual_ns"] == answers["residual_ns"]
     assert everything["speedup_strongest"] == 1.1
+    traffic = study.derived({"traffic": {"local": at(1000), "stores": at(1030), "local_sent": at(1004), "local_copied": at(1001)}})
+    assert traffic == {"residual_beside_ns": 30.0, "sent_ns": 4.0, "copied_ns": 1.0}
     forms = study.derived({"forms": {**residual, "local_table": at(1013), "stores_table": at(1043), "fused_table": at(1052)}})
     assert [forms[f"residual_{form}_ns"] for form in study.FORMS] == [20, 30]
     assert [forms[f"kernel_{form}_over_fa4_ns"] for form in study.FORMS] == [10, 13]

@@ -14,6 +14,9 @@ groups, their questions, and the columns that answer them:
 * `order`. What the order and the share of remote destinations do to the residual (`stores_table`, which alternates, `plain`, `own_last`,
   `remote`; all read the tile table, which some orders need), and what a meeting before the call costs, which the first call of a graph
   makes (`met`).
+* `traffic`. What the same bytes cost that no warp stores: `local` with the copy engines sending a peer's part of an output meanwhile
+  (`local_sent`), or moving as much within this GPU's memory (`local_copied`), beside `stores`. If E_res is power or memory, these cost as
+  much; if it is what stores do to their SMs, they cost nothing.
 * `dit`. Residual, readiness and all serial baselines in one group, for shapes whose calls are long.
 
 A row takes `ROW_S` at most where that can be had by fewer rounds, never less than `LEAST_ROUNDS`.
@@ -90,6 +93,7 @@ GROUPS = {
     "forms": ("fa4", "local", "stores", "fused", "local_table", "stores_table", "fused_table"),
     "dit": ("fa4", "local", "stores", "fused", *SERIAL[1:]),
     "order": ("local_table", "stores_table", "plain", "own_last", "remote", "met", "fused"),
+    "traffic": ("local", "stores", "local_sent", "local_copied"),
 }
 FORMS = {"computed": "", "table": "_table"}  # of the group `forms`, and the suffix of their variants
 DEFAULT_GROUPS = {"rows": ("residual", "baseline"), "dit": ("dit",)}
@@ -112,7 +116,8 @@ def derived(times: dict[str, dict[str, timing.Times]]) -> dict[str, float]:
         *((f"readiness_{form}_ns", "forms", f"fused{suffix}", f"stores{suffix}") for form, suffix in FORMS.items()),
         ("residual_alternating_ns", "order", "stores_table", "local_table"), ("residual_plain_ns", "order", "plain", "local_table"),
         ("residual_own_last_ns", "order", "own_last", "local_table"), ("residual_remote_ns", "order", "remote", "local_table"),
-        ("meeting_ns", "order", "met", "fused"),
+        ("meeting_ns", "order", "met", "fused"), ("residual_beside_ns", "traffic", "stores", "local"),
+        ("sent_ns", "traffic", "local_sent", "local"), ("copied_ns", "traffic", "local_copied", "local"),
     ):  # fmt: skip
         t = times.get(group, {})
         if top in t and bottom in t:
@@ -249,6 +254,19 @@ def _row(shape: Shape, groups: Sequence[str], rounds: int, pause_s: float, platf
         functions: dict[str, Callable[[], Any]] = {"fa4": attention}
         for name, variant in FUSED.items():
             functions[name] = partial(attend, q, k, v, variant=variant)
+        side, own = torch.cuda.Stream(), [torch.empty_like(target) for target in targets]
+
+        def beside(places: Sequence[torch.Tensor]) -> None:
+            """The kernel with local stores, while the copy engines bring the other ranks' rows of `out` to `places`."""
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for s in layout.segments:
+                    if s.rank != rank:
+                        places[s.rank][:, s.local_start : s.local_start + s.rows].copy_(out[:, s.start : s.start + s.rows])
+            attend(q, k, v, variant=FUSED["local"])
+            torch.cuda.current_stream().wait_stream(side)
+
+        functions["local_sent"], functions["local_copied"] = partial(beside, targets), partial(beside, own)
         functions["nccl"] = functions["nccl_graph"] = lambda: exchange(attention())
         functions["push_graph"] = partial(pushed, attention)
         missing = {}
