@@ -1,6 +1,6 @@
 """Sending rows to experts while the GEMMs run, for Hopper (sm_90a): the work of one warp per SM.
 
-The pairs of a rank stand in a list, in the order in which experts take them up (`plan_sm90.Plan.list_sends`); an item is up to
+The pairs of a rank stand in a list, in the order in which the ranks need them (`plan_sm90.Plan.list_sends`); an item is up to
 `ITEM_PAIRS` pairs of one expert, whose rows lie one behind the other at the expert's rank. Warps take items in turn. Of an item, lanes
 first store weights, slots and scales, m-major, a lane per row; then the copy engine takes the rows through shared memory, each of a few
 lanes a piece at a time in a slot of its own; then one lane, after the warp has met, adds the rows to the count of their tile
@@ -12,7 +12,7 @@ No warp runs further ahead than `AHEAD` rounds of Linear-1 tiles of its own CTA,
 nobody needs yet would fill the X-Stage, and the stores of Linear-2 would wait for room. Experts that are further than this rank thinks
 must not wait for it, and two ranks could wait for each other: a warp that has seen no progress for `PATIENCE_NS` sends until it sees some.
 
-Tried instead (`docs/moe.md`): stores from registers, which held up either this warp or the GEMMs; two warps; no bound on how far ahead.
+Tried instead (`docs/moe.md`): stores from registers, by one warp and by two; other distances, and none.
 
 Not covered: rows in another precision than e4m3, one copy of a row for several picks on one rank.
 """
