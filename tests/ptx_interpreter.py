@@ -10,9 +10,9 @@ collective of its warp, or a loading acquire, before which other threads and gri
 threads. So what is wrong in a kernel's index arithmetic, or for want of a barrier, shows; accesses outside the allocations or not
 aligned, and threads that wait for each other for ever, are errors.
 
-Covered: integers, float32 sums and quotients, conversions to bf16 and e4m3, global and shared memory, warps whose 32 lanes all take part,
-one barrier that all threads of a CTA come to, bulk copies with an mbarrier of one arrival (they are over at once). Everything else is
-refused when a kernel is translated.
+Covered: integers, byte permutations, float32 sums and quotients, conversions to bf16 and e4m3, global and shared memory, warps whose 32
+lanes all take part, one barrier that all threads of a CTA come to, bulk copies with an mbarrier of one arrival (they are over at once).
+Everything else is refused when a kernel is translated.
 
 Not covered: the order of memory (every store is seen at once by everybody), timing (`%globaltimer` moves when it is read), CTAs that
 wait for each other (those of a grid run one after the other), copies that are late, matrix instructions, clusters, which bits of a NaN
@@ -83,6 +83,15 @@ def _e4m3(bits: int) -> int:
     magnitude = min(abs(value), 448.0)
     exponent = max(math.frexp(magnitude)[1] - 1, -6) if magnitude else -6
     return bits >> 31 << 7 | (exponent + 6 << 3) + round(math.ldexp(magnitude, 3 - exponent))
+
+
+def _permute(a: int, b: int, selector: int) -> int:
+    """Byte i is the one of b:a that bits 4 i … 4 i + 2 of the selector name; bit 4 i + 3: its sign instead, eight times."""
+    result = 0
+    for i in range(4):
+        byte = (b << 32 | a) >> 8 * (selector >> 4 * i & 7) & 0xFF
+        result |= (byte if not selector >> 4 * i & 8 else 0xFF * (byte >> 7)) << 8 * i
+    return result
 
 
 # ---- PTX to Python
@@ -203,6 +212,8 @@ def _action(words: list[str], arguments: list[str]) -> str:
             value = f"{low} | {high} << {bits // 2}"
         case ["mov", _] | ["cvta", *_]:
             value = a
+        case ["prmt", "b32"]:
+            value = f"_permute({a}, {b}, {c})"
         case ["add", "f32"]:
             value = f"_bits(_float({a}) + _float({b}))"
         case ["div", "u32"]:

@@ -14,7 +14,7 @@ The rules, the same for both:
 `interleave_gate_up` mixes the gate and up rows of Linear-1's weight so that a thread of a wgmma accumulator holds both of what meets in
 SwiGLU, and four outputs in a row. Quantise before mixing: gate and up keep a scale of their own per 128 rows, as checkpoints have them.
 
-Not covered: e5m2, scales that are powers of two, 4-bit weights.
+Not covered: e5m2, scales that are powers of two; 4-bit weights are in `xstage.moe.mxfp4`.
 """
 
 from __future__ import annotations
