@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 import xstage
-from xstage.errors import PeerTimeout, XStageError
-from xstage.moe import quantize, reference, routing
+from xstage.errors import PeerTimeout, UnsuitableMachine, XStageError
+from xstage.moe import mxfp4, quantize, reference, routing
 from xstage.moe.layout import BufferLayout
 from xstage.moe.pipeline import KernelPipeline, TorchPipeline
-from xstage.moe.reference import Linear
+from xstage.moe.reference import Linear, Mxfp4Linear
 from xstage.moe.weights import Weights
+from xstage.moe.weights_mxfp4 import Mxfp4Weights
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, MOST = 256, 128, 8, 3, 31
 CPU = torch.device("cpu")
@@ -149,6 +150,7 @@ def cases(rank: int, world: int) -> None:
         moe(x, idx, weights)
 
     plain_torch(rank, world, w1, w2)
+    four_bits(rank, world, w1, w2, arguments)
 
 
 def plain_torch(rank: int, world: int, w1: torch.Tensor, w2: torch.Tensor) -> None:
@@ -165,25 +167,55 @@ def plain_torch(rank: int, world: int, w1: torch.Tensor, w2: torch.Tensor) -> No
     pipeline = TorchPipeline(layout, clamp=0.7, group=group, refused=refused)
     fp8 = (everything.linear1.experts(mine.start, mine.stop), everything.linear2.experts(mine.start, mine.stop))
     dense = (Linear(w1[mine]), Linear(w2[mine]))
+    mx = (Mxfp4Linear.of(w1), Mxfp4Linear.of(w2))
+    mx_mine = (mx[0].experts(mine.start, mine.stop), mx[1].experts(mine.start, mine.stop))
     for number, kind in enumerate(KINDS):
         tokens = [(5 * r + 4 * number) % (MOST + 1) for r in range(world)]
         parts = [tokens_of(r, tokens[r], kind, world, number) for r in range(world)]
         x, idx, w = (torch.cat([part[i] for part in parts]) for i in range(3))
         exact = reference.moe(x, idx, w, Linear(w1.double()), Linear(w2.double()), precision="float64", clamp=0.7)
         error = (whole((everything.linear1, everything.linear2), parts, 0.7).double() - exact).norm()
-        for linears in (fp8, dense):
+        mx_error = (whole(mx, parts, 0.7).double() - exact).norm()
+        for linears, most in ((fp8, error), (dense, error), (mx_mine, mx_error)):
             out = torch.full((tokens[rank], HIDDEN), torch.nan).bfloat16()
             counts = pipeline.run(*parts[rank], *linears, out)
             assert torch.equal(counts, routing.count(idx, EXPERTS)[mine])
             start = sum(tokens[:rank])
             miss = torch.tensor([(out.double() - exact[start : start + tokens[rank]]).square().sum()])
             dist.all_reduce(miss)
-            assert float(miss) ** 0.5 <= 2 * error, (kind, float(miss) ** 0.5, error)
+            assert float(miss) ** 0.5 <= 2 * most, (kind, float(miss) ** 0.5, most)
     if rank == world - 1:
         pipeline.refuse(CPU)
     else:
         with pytest.raises(XStageError, match=f"rank {world - 1} refused"):
             pipeline.run(*parts[rank], *fp8, out)
+
+
+def four_bits(rank: int, world: int, w1: torch.Tensor, w2: torch.Tensor, arguments: dict[str, Any]) -> None:
+    """Weights in MXFP4: every rank's rows as in one process; packed weights give the same bits; formats that differ are refused."""
+    if world > 1:
+        with pytest.raises(XStageError, match=r"MegaMoE: .*weight_format"):
+            xstage.MegaMoE(**arguments, weight_format="mxfp4" if rank else "fp8")
+    everything = (Mxfp4Linear.of(w1), Mxfp4Linear.of(w2))
+    with xstage.MegaMoE(**arguments, weight_format="mxfp4", clamp=0.7) as moe:
+        assert moe.mode == "reference"
+        assert moe.size_bytes.weights == Mxfp4Weights.size_bytes(moe.layout.experts_per_rank, HIDDEN, INTERMEDIATE)
+        (q1, s1), (q2, s2) = mxfp4.quantize(w1[moe.experts]), mxfp4.quantize(w2[moe.experts])
+        parts = [tokens_of(r, (7 * r + 5) % (MOST + 1), "any", world, 4) for r in range(world)]
+        expected = whole(everything, parts, 0.7).split([len(part[0]) for part in parts])[rank]
+        for packed in (False, True):
+            if packed:
+                moe.load_weights(q1, q2, w1_scales=s1, w2_scales=s2)
+            else:
+                moe.load_weights(w1[moe.experts], w2[moe.experts])
+            assert torch.equal(moe(*parts[rank]), expected)
+        last = world - 1
+        with pytest.raises(XStageError, match=("" if rank == last else f"rank {last} refused its arguments: ") + "w1_scales: missing"):
+            moe.load_weights(*((q1, q2) if rank == last else (w1[moe.experts], w2[moe.experts])))
+        rows, scales = quantize.quantize_activations(parts[rank][0])
+        assert torch.equal(moe(rows, *parts[rank][1:], x_scales=scales), expected)
+        if world <= 2:  # tracing is slow
+            assert torch.equal(torch.compile(moe, fullgraph=True, backend="aot_eager")(*parts[rank]), expected)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
@@ -268,6 +300,7 @@ def test_refusal_without_a_group() -> None:
         ({"schedule": "fast"}, "schedule: 'fast' is not one of auto, serial, interleaved"),
         ({"clamp": 0.0}, "clamp: 0.0"), ({"dtype": torch.float16}, "dtype: torch.float16 must be bfloat16"),
         ({"fallback": "maybe"}, "fallback: 'maybe'"), ({"timeout_s": 0}, "timeout_s: 0"),
+        ({"weight_format": "int4"}, "weight_format: 'int4' is not one of fp8, mxfp4"),
     ],
 )  # fmt: skip
 def test_construction_is_refused(alone: None, changes: dict[str, Any], message: str) -> None:
@@ -312,6 +345,31 @@ def test_sizes_are_known_before(alone: None) -> None:
     small = {"num_experts": 8, "hidden": 256, "intermediate": 128, "top_k": 2, "max_tokens_per_rank": 4}
     with xstage.MegaMoE(**small) as moe:
         assert moe.size_bytes == xstage.MegaMoE.plan_bytes(ranks=1, mode="reference", **small)
+
+
+def test_mxfp4_takes_half_the_memory() -> None:
+    shape = {"ranks": 2, "num_experts": 256, "hidden": 4096, "intermediate": 2048, "top_k": 8, "max_tokens_per_rank": 8192}
+    fp8, mx = (xstage.MegaMoE.plan_bytes(**shape, mode="torch", weight_format=name) for name in ("fp8", "mxfp4"))
+    assert mx.weights / fp8.weights == pytest.approx(0.5314, abs=1e-4)
+    assert mx.symmetric == fp8.symmetric
+    for mode in ("fused", "serial"):
+        with pytest.raises(XStageError, match=f"weight_format: mxfp4 has no kernel yet, so no mode '{mode}'"):
+            xstage.MegaMoE.plan_bytes(**shape, mode=mode, weight_format="mxfp4")
+    with pytest.raises(XStageError, match="weight_format: 'int4' is not one of fp8, mxfp4"):
+        xstage.MegaMoE.plan_bytes(**shape, weight_format="int4")
+
+
+def test_no_kernel_takes_mxfp4(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any GPU, Hopper too, the layer says that it runs as plain torch, and why; or refuses."""
+    small = {"num_experts": 8, "hidden": 512, "intermediate": 256, "top_k": 2, "max_tokens_per_rank": 4}
+    with xstage.MegaMoE(**small, weight_format="mxfp4") as moe:
+        with monkeypatch.context() as on_a_gpu:
+            on_a_gpu.setattr(moe, "device", torch.device("cuda"))
+            with pytest.warns(RuntimeWarning, match="plain torch with NCCL.*: rank 0: weight_format: mxfp4 has no kernel yet"):
+                assert moe._choose_mode("serial") == "torch"
+            with pytest.raises(UnsuitableMachine, match="weight_format: mxfp4 has no kernel yet"):
+                moe._choose_mode("error")
+        assert moe.reason == "rank 0: weight_format: mxfp4 has no kernel yet"
 
 
 # ---- the serial pipeline's steps, with its kernels replaced by records

@@ -1,4 +1,4 @@
-"""The reference layer: against a loop in float64, fp8 against plain low-precision torch, and 2–4 gloo processes against one.
+"""The reference layer: against a loop in float64, fp8 and MXFP4 against plain low-precision torch, and 2–4 gloo processes against one.
 
 One set of processes per world size runs all cases, because starting them costs seconds. Not covered: anything on a GPU.
 """
@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from xstage.errors import XStageError
-from xstage.moe import quantize
+from xstage.moe import mxfp4, quantize
 from xstage.moe.layout import ELEMENTS, BufferLayout
-from xstage.moe.reference import Buffer, Linear, moe, swiglu
+from xstage.moe.reference import Buffer, Linear, Mxfp4Linear, moe, swiglu
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 256, 128, 8, 3
 
@@ -52,15 +52,24 @@ def loop(
     return out
 
 
-def plain_fp8(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
-    """What one writes in a minute: block quantisation, bfloat16 matrices, bfloat16 in between."""
+def coarse(m: torch.Tensor, rows: int) -> torch.Tensor:
+    """Through fp8 with a scale per `rows` × 128, what one writes in a minute."""
+    b = m.float().view(-1, rows, m.shape[-1] // 128, 128)
+    s = b.abs().amax((1, 3), keepdim=True).clamp_min(1e-10) / 448
+    return ((b / s).to(torch.float8_e4m3fn).float() * s).view(m.shape).bfloat16()
 
-    def coarse(m: torch.Tensor, rows: int) -> torch.Tensor:
-        b = m.float().view(-1, rows, m.shape[-1] // 128, 128)
-        s = b.abs().amax((1, 3), keepdim=True).clamp_min(1e-10) / 448
-        return ((b / s).to(torch.float8_e4m3fn).float() * s).view(m.shape).bfloat16()
 
-    x, w1, w2 = coarse(x, 1), coarse(w1, 128), coarse(w2, 128)
+def coarse_mxfp4(m: torch.Tensor) -> torch.Tensor:
+    """Through MXFP4 likewise."""
+    b = m.float().view(*m.shape[:-1], -1, 32)
+    s = torch.exp2(b.abs().amax(-1, keepdim=True).log2().floor() - 2)
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    return (grid[((b / s).abs()[..., None] - grid).abs().argmin(-1)] * b.sign() * s).view(m.shape).bfloat16()
+
+
+def plain(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    """fp8 rows, bfloat16 matrices, bfloat16 in between."""
+    x = coarse(x, 1)
     out = torch.zeros(x.shape)
     for e in range(EXPERTS):
         t, k = (idx == e).nonzero(as_tuple=True)
@@ -90,11 +99,45 @@ def test_fp8_within_twice_the_error_of_plain_torch(hidden: int, intermediate: in
     x, idx, weights, w1, w2 = problem(100, 3, hidden, intermediate)
     exact = moe(x, idx, weights, *layers(w1, w2, "float64"), precision="float64")
     error = moe(x, idx, weights, *layers(w1, w2, "fp8"), precision="fp8").double() - exact
-    plain = plain_fp8(x, idx, weights, w1, w2).double() - exact
-    assert 0 < error.norm() <= 2 * plain.norm()
-    assert error.abs().max() <= 2 * plain.abs().max()
+    rough = plain(x, idx, weights, coarse(w1, 128), coarse(w2, 128)).double() - exact
+    assert 0 < error.norm() <= 2 * rough.norm()
+    assert error.abs().max() <= 2 * rough.abs().max()
     rough = moe(x, idx, weights, *layers(w1, w2, "bf16"), precision="bf16").double() - exact
     assert 0 < rough.norm() < error.norm()
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(256, 128), (512, 384)])
+def test_mxfp4_within_twice_the_error_of_plain_torch(hidden: int, intermediate: int) -> None:
+    x, idx, weights, w1, w2 = problem(100, 4, hidden, intermediate)
+    both = Mxfp4Linear.of(w1), Mxfp4Linear.of(w2)
+    out = moe(x, idx, weights, *both).double()
+    rough = plain(x, idx, weights, coarse_mxfp4(w1), coarse_mxfp4(w2)).double()
+    # Against the weights as they were, and against what is left of them: the second leaves the rounding of rows and sums alone.
+    kept = [torch.stack([linear.dense(e, torch.float64) for e in range(EXPERTS)]) for linear in both]
+    errors = []
+    for ws in ((w1, w2), kept):
+        exact = moe(x, idx, weights, *layers(*ws, "float64"), precision="float64")
+        assert 0 < (out - exact).norm() <= 2 * (rough - exact).norm()
+        assert (out - exact).abs().max() <= 2 * (rough - exact).abs().max()
+        errors.append((out - exact).norm())
+    assert errors[1] < errors[0] / 2
+
+
+def test_mxfp4_product_is_that_of_the_folded_weights() -> None:
+    """What a kernel will multiply: e4m3 with a power of two per 128 × 128, bit for bit the same product."""
+    x, _, _, w1, _ = problem(20, 6)
+    q, scales = quantize.quantize_activations(x)
+    linear = Mxfp4Linear.of(w1)
+    assert linear.scales is not None
+    fp8 = Linear(*mxfp4.fold(mxfp4.from_words(linear.weight), linear.scales))
+    for expert in range(EXPERTS):
+        assert torch.equal(fp8.dense(expert, torch.float32), linear.dense(expert, torch.float32))
+        assert torch.equal(fp8.apply(expert, q, scales), linear.apply(expert, q, scales))
+        exact = x.double() @ linear.dense(expert, torch.float64).T
+        assert torch.equal(linear.apply(expert, x.double(), None), exact)
+    assert linear.experts(2, 5).shape == (3, 2 * INTERMEDIATE, HIDDEN)
+    with pytest.raises(XStageError, match="precision: 'fp8' must be 'mxfp4'"):
+        Mxfp4Linear.of(w1, "fp8")
 
 
 def test_fp8_product_within_the_bound_of_float32_sums() -> None:

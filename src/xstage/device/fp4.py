@@ -5,7 +5,7 @@ into the table, once per 32 codes, and the eight codes of a word cost seven inst
 `xstage.moe.mxfp4.to_words`, which puts the signs where they are cheap to take.
 
 Where all magnitudes are normal e4m3 numbers, a factor of two adds 8 to each byte but that of zero: two multiply-adds make a table
-(`normal_magnitudes`). Below, it takes conversions, which round to nearest even (`magnitudes`), 15 instructions, and ptxas predicates
+(`normal_magnitudes`). Below, it takes conversions, which round to nearest even (`magnitudes`), 16 instructions more, and ptxas predicates
 them rather than branch around them: a loop that decodes should choose outside.
 """
 

@@ -13,6 +13,7 @@ from xstage.moe.work_table import ORDERS
 
 SCHEDULES = ("auto", "serial", *ORDERS)
 FALLBACKS = ("serial", "error")
+WEIGHT_FORMATS = ("fp8", "mxfp4")
 TILE = 128
 PICKS = (torch.int32, torch.int64)
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,13 +31,17 @@ def layout(ranks: int, num_experts: int, hidden: int, intermediate: int, top_k: 
     return made
 
 
-def check_options(schedule: str, lead_rows: int | None, clamp: float | None, dtype: torch.dtype | None, fallback: str) -> None:
+def check_options(
+    schedule: str, lead_rows: int | None, clamp: float | None, dtype: torch.dtype | None, fallback: str,
+    weight_format: str = "fp8",
+) -> None:  # fmt: skip
     """Refuse options that are no numbers of the layout.
 
     Raises:
         XStageError: an option that is not known, or a lead or clamp that is not positive.
     """
-    for name, value, known in (("schedule", schedule, SCHEDULES), ("fallback", fallback, FALLBACKS)):
+    options = (("schedule", schedule, SCHEDULES), ("fallback", fallback, FALLBACKS), ("weight_format", weight_format, WEIGHT_FORMATS))
+    for name, value, known in options:
         if value not in known:
             raise XStageError(f"{name}: {value!r} is not one of {', '.join(known)}")
     if lead_rows is not None and not (isinstance(lead_rows, int) and lead_rows >= 1):

@@ -5,8 +5,8 @@
         y = moe(x, topk_idx, topk_weights)          # [tokens, hidden] in bfloat16
 
 What it runs on: `fused`, or `serial` if the schedule says so (Hopper GPUs that reach each other's memory: `pipeline.KernelPipeline`),
-`torch` (other GPUs: `pipeline.TorchPipeline`), `reference` (CPU tensors, gloo). All ranks decide together, once, when the object is made;
-`torch` on GPUs is said once as a warning, or refused with `fallback="error"`.
+`torch` (other GPUs, and weights in MXFP4: `pipeline.TorchPipeline`), `reference` (CPU tensors, gloo). All ranks decide together, once,
+when the object is made; `torch` on GPUs is said once as a warning, or refused with `fallback="error"`.
 
 Tokens may differ between ranks and from call to call, and be none; a rank without tokens must call too, because its experts may have work.
 Calls of one object must be ordered on each rank (one stream, or streams ordered by events) and come in the same order on every rank.
@@ -41,10 +41,12 @@ from xstage.moe.auto_order import auto_order
 from xstage.moe.layout import BufferLayout
 from xstage.moe.pipeline import KernelPipeline, TorchPipeline
 from xstage.moe.weights import Weights
+from xstage.moe.weights_mxfp4 import Mxfp4Weights
 from xstage.moe.work_table import TILE_COLUMNS, WorkOrder
 from xstage.symmetric import Agreement, Refusals, default_device, next_number, ranks_of
 
 MODES = ("fused", "serial", "torch", "reference")
+_WEIGHTS: dict[str, type[Weights] | type[Mxfp4Weights]] = {"fp8": Weights, "mxfp4": Mxfp4Weights}
 _OBJECTS: weakref.WeakValueDictionary[int, MegaMoE] = weakref.WeakValueDictionary()
 _ids = itertools.count(1)
 
@@ -55,7 +57,7 @@ class MoEBytes:
 
     Attributes:
         symmetric: memory that peers store into (for `reference`: allocated anew in every call). local: work lists and the rows between
-            the GEMMs. weights: fp8 weights with their scales. Not counted: outputs, and in mode `torch` what a call allocates.
+            the GEMMs. weights: weights with their scales. Not counted: outputs, and in mode `torch` what a call allocates.
     """
 
     symmetric: int
@@ -78,6 +80,8 @@ class MegaMoE:
             that order of tiles (`xstage.moe.work_table`); all give the same bits. `auto`: `xstage.moe.auto_order`.
         lead_rows: D of `interleaved` and `alternating`: by how many rows of 128 tokens Linear-1 leads (None: see `WorkOrder.of`).
         clamp: bounds the gate above and up on both sides before SwiGLU (None: not).
+        weight_format: how weights rest: `fp8`, e4m3 with a scale per 128 × 128; or `mxfp4`, e2m1 with a power of two per 32 of a row
+            (`xstage.moe.mxfp4`), which no kernel reads yet: on GPUs it is plain torch.
         dtype: of x and of the output: bfloat16.
         device: None: the current GPU if the group has NCCL, else the CPU.
         timeout_s: bound of every wait on a peer, in kernels and on the host.
@@ -98,7 +102,8 @@ class MegaMoE:
     def __init__(
         self, group: dist.ProcessGroup | None = None, *, num_experts: int, hidden: int, intermediate: int, top_k: int,
         max_tokens_per_rank: int, schedule: str = "auto", lead_rows: int | None = None, clamp: float | None = None,
-        dtype: torch.dtype = torch.bfloat16, device: torch.device | str | None = None, timeout_s: float = 30.0, fallback: str = "serial",
+        weight_format: str = "fp8", dtype: torch.dtype = torch.bfloat16, device: torch.device | str | None = None,
+        timeout_s: float = 30.0, fallback: str = "serial",
     ):  # fmt: skip
         if not dist.is_initialized():
             raise XStageError("group: torch.distributed is not initialised (call torch.distributed.init_process_group first)")
@@ -114,24 +119,24 @@ class MegaMoE:
         error = None
         try:
             self.layout = arguments.layout(self.world, num_experts, hidden, intermediate, top_k, max_tokens_per_rank)
-            arguments.check_options(schedule, lead_rows, clamp, dtype, fallback)
+            arguments.check_options(schedule, lead_rows, clamp, dtype, fallback, weight_format)
         except XStageError as raised:
             error = raised
         self._together("MegaMoE", error)
         self._agreement.same(
             "MegaMoE", {"num_experts": num_experts, "hidden": hidden, "intermediate": intermediate, "top_k": top_k,
                         "max_tokens_per_rank": max_tokens_per_rank, "schedule": schedule, "lead_rows": lead_rows,
-                        "clamp": clamp, "dtype": str(dtype),
+                        "clamp": clamp, "weight_format": weight_format, "dtype": str(dtype),
                         "device": self.device.type, "fallback": fallback},
         )  # fmt: skip
-        self.intermediate, self.clamp = intermediate, clamp
+        self.intermediate, self.clamp, self.weight_format = intermediate, clamp, weight_format
         self.lead_rows = lead_rows
         self.schedule = auto_order(intermediate, 1 - 1 / self.world) if schedule == "auto" else schedule
         here = self.layout.experts_per_rank
         self.experts = slice(self.rank * here, (self.rank + 1) * here)
         self.reason, self._closed, self._met = "", False, False
         self._warm: set[tuple[torch.dtype, ...]] = set()  # dtypes whose kernels are compiled
-        self._weights = Weights(here, hidden, intermediate, self.device)
+        self._weights = _WEIGHTS[weight_format](here, hidden, intermediate, self.device)
         self._kernels: KernelPipeline | None = None
         self.mode = self._choose_mode(fallback)
         self._torch = TorchPipeline(self.layout, clamp=clamp, group=group, refused=self._refusals.raise_for)
@@ -140,17 +145,21 @@ class MegaMoE:
 
     @staticmethod
     def plan_bytes(
-        *, ranks: int, num_experts: int, hidden: int, intermediate: int, top_k: int, max_tokens_per_rank: int, mode: str = "fused"
+        *, ranks: int, num_experts: int, hidden: int, intermediate: int, top_k: int, max_tokens_per_rank: int, mode: str = "fused",
+        weight_format: str = "fp8",
     ) -> MoEBytes:  # fmt: skip
         """What an object of these arguments holds on each rank, before anything is allocated.
 
         Raises:
-            XStageError: arguments that the layer would refuse.
+            XStageError: arguments that the layer would refuse, or a mode that has no kernel for the weights.
         """
-        if mode not in MODES:
-            raise XStageError(f"mode: {mode!r} is not one of {', '.join(MODES)}")
+        for name, value, known in (("mode", mode, MODES), ("weight_format", weight_format, arguments.WEIGHT_FORMATS)):
+            if value not in known:
+                raise XStageError(f"{name}: {value!r} is not one of {', '.join(known)}")
+        if weight_format != "fp8" and mode in ("fused", "serial"):
+            raise XStageError(f"weight_format: {weight_format} has no kernel yet, so no mode {mode!r}; it has 'torch' and 'reference'")
         layout = arguments.layout(ranks, num_experts, hidden, intermediate, top_k, max_tokens_per_rank)
-        weights = Weights.size_bytes(layout.experts_per_rank, hidden, intermediate)
+        weights = _WEIGHTS[weight_format].size_bytes(layout.experts_per_rank, hidden, intermediate)
         symmetric = 0 if mode == "torch" else replace(layout, direct=mode == "fused").size_bytes
         local = KernelPipeline.local_bytes(layout, intermediate, mode == "fused") if mode in ("fused", "serial") else 0
         return MoEBytes(symmetric, local, weights)
@@ -163,7 +172,7 @@ class MegaMoE:
         shape = self.layout
         return self.plan_bytes(
             ranks=self.world, num_experts=shape.experts, hidden=shape.hidden, intermediate=self.intermediate, top_k=shape.top_k,
-            max_tokens_per_rank=shape.max_tokens_per_rank, mode=self.mode,
+            max_tokens_per_rank=shape.max_tokens_per_rank, mode=self.mode, weight_format=self.weight_format,
         )  # fmt: skip
 
     def load_weights(
@@ -177,7 +186,10 @@ class MegaMoE:
             w1_scales: float32 [my experts, 2 · intermediate / 128, hidden / 128], one per 128 × 128 block of an e4m3 `w1`.
             w2_scales: likewise [my experts, hidden / 128, intermediate / 128].
 
-        Weights in e4m3 are taken bit for bit. All are kept in the kernel's order, one byte per element.
+        With `weight_format="mxfp4"` not e4m3 but uint8 [my experts, out, in / 2], two codes a byte, the one of the lower column in the
+        lower bits; and scales uint8 or float8_e8m0fnu [my experts, out, in / 32] (`xstage.moe.mxfp4`). NaN and infinities are refused.
+
+        What comes with scales is taken bit for bit. All are kept in the kernel's order.
 
         Raises:
             XStageError: weights that do not fit, on every rank.
@@ -260,13 +272,14 @@ class MegaMoE:
             return "reference"
         host = socket.gethostname()
         hosts = sorted(set(self._agreement.reach("host", host)))
-        why = _why_not_kernels(self.device, self.layout, self.intermediate)
+        why = _why_not_kernels(self.device, self.layout, self.intermediate, self.weight_format)
         if not why and len(hosts) > 1:
             why = f"ranks are on different hosts ({', '.join(hosts)})"
         reasons = self._agreement.reach("ability", why)
         if not any(reasons):
             # Making it is a meeting of all ranks, so a rank that knows that it cannot must have said so before.
             try:
+                assert isinstance(self._weights, Weights)  # others were a reason
                 self._kernels = KernelPipeline(
                     self.layout, self._weights, clamp=self.clamp, group=self.group, device=self.device, timeout_s=self.timeout_s,
                     tag=self.tag, order=self._order(),
@@ -404,8 +417,10 @@ def _(
     return x.new_empty(x.shape, dtype=torch.bfloat16), topk_idx.new_empty(counts, dtype=torch.int32)
 
 
-def _why_not_kernels(device: torch.device, layout: BufferLayout, intermediate: int) -> str:
+def _why_not_kernels(device: torch.device, layout: BufferLayout, intermediate: int, weight_format: str) -> str:
     """Empty if this rank can run the kernels, else the reason."""
+    if weight_format != "fp8":
+        return f"weight_format: {weight_format} has no kernel yet"
     if torch.cuda.get_device_capability(device) != (9, 0):
         return f"{torch.cuda.get_device_name(device)} is not a Hopper GPU (sm_90)"
     try:

@@ -8,7 +8,8 @@ to the expert, the row that enters Linear-2, the result that travels back, and t
 * `float64`: all in float64, nothing is rounded.
 * `bf16`: all four are bfloat16; products and sums are float32.
 * `fp8`: the first two are e4m3 with 1 × 128 scales (`xstage.moe.quantize`), the weights e4m3 with 128 × 128; products are summed in
-  float32 per 128 columns, scaled, and then added. The last two are bfloat16.
+  float32 per 128 columns, scaled, and then added. The last two are bfloat16. The weights may also be MXFP4 (`Mxfp4Linear`), whose
+  scales are powers of two and therefore applied before the product.
 
 Ranks exchange the bytes of `xstage.moe.layout`, row by row to where `xstage.moe.routing` puts them. A buffer begins as NaN in every byte,
 so a byte that is read but was not written shows. One process is one rank of the same code: an expert sees the same rows in the same
@@ -20,13 +21,13 @@ Not covered: speed, gradients, refusal by all ranks together (a rank refuses by 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from xstage.errors import XStageError
-from xstage.moe import quantize, routing
+from xstage.moe import mxfp4, quantize, routing
 from xstage.moe.layout import BufferLayout
 from xstage.symmetric import exchange
 
@@ -55,9 +56,14 @@ class Linear:
             return cls(*quantize.quantize_weights(weight))
         return cls(weight.to(torch.float64 if precision == "float64" else torch.bfloat16))
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(experts, out, in)."""
+        return tuple(self.weight.shape)
+
     def experts(self, start: int, stop: int) -> Linear:
         """Of some of the experts."""
-        return Linear(self.weight[start:stop], None if self.scales is None else self.scales[start:stop], self.undo)
+        return replace(self, weight=self.weight[start:stop], scales=None if self.scales is None else self.scales[start:stop])
 
     def dense(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
         """[out, in] of one expert in `dtype`, scales applied, gate rows before up rows."""
@@ -81,6 +87,47 @@ class Linear:
 
     def _of(self, expert: int) -> torch.Tensor:
         return self.weight[expert] if self.undo is None else self.undo(self.weight[expert])
+
+
+@dataclass(frozen=True)
+class Mxfp4Linear(Linear):
+    """The same in MXFP4, exactly as its codes and scales say.
+
+    Attributes:
+        weight: uint8 [experts, out, in / 2], two codes a byte in the order of `mxfp4.to_words`. scales: uint8 [experts, out, in / 32].
+        undo: where rows of both lie as a GEMM wants them: what gives the natural order back.
+    """
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, precision: str = "mxfp4") -> Mxfp4Linear:
+        """Quantised from high precision.
+
+        Raises:
+            XStageError: what `mxfp4.quantize` refuses, or another precision.
+        """
+        if precision != "mxfp4":
+            raise XStageError(f"precision: {precision!r} must be 'mxfp4'")
+        packed, scales = mxfp4.quantize(weight)
+        return cls(mxfp4.to_words(packed), scales)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.weight.shape[:-1], 2 * self.weight.shape[-1])
+
+    def dense(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        assert self.scales is not None
+        words, scales = (t[expert] if self.undo is None else self.undo(t[expert]) for t in (self.weight, self.scales))
+        return mxfp4.dequantize(mxfp4.from_words(words), scales, torch.promote_types(dtype, torch.float32)).to(dtype)
+
+    def apply(self, expert: int, rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        weight = self.dense(expert, torch.float64 if rows.dtype == torch.float64 else torch.float32)
+        if scales is None:
+            return rows.to(weight.dtype) @ weight.T
+        total = torch.zeros(len(rows), len(weight), device=rows.device)
+        for block in range(scales.shape[1]):
+            k = slice(block * quantize.BLOCK, (block + 1) * quantize.BLOCK)
+            total += rows[:, k].float() @ weight[:, k].T * scales[:, block, None]
+        return total
 
 
 def swiglu(x: torch.Tensor, clamp: float | None = None) -> torch.Tensor:
@@ -119,7 +166,7 @@ def moe(
     if layout is None:
         if group is not None:
             raise XStageError("layout: None does not do with a group; all ranks must be given the same one")
-        layout = BufferLayout(1, len(linear1.weight), hidden, topk_idx.shape[1], max(tokens, 1), 1, precision)
+        layout = BufferLayout(1, linear1.shape[0], hidden, topk_idx.shape[1], max(tokens, 1), 1, precision)
     _check(x, topk_idx, topk_weights, linear1, linear2, layout, precision, ranks)
     if x_scales is not None and (
         precision != "fp8" or x.dtype != torch.float8_e4m3fn or x_scales.shape != (tokens, hidden // quantize.BLOCK)
@@ -245,12 +292,12 @@ def _check(
     if topk_weights.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise XStageError(f"topk_weights: {topk_weights.dtype} must be float32, bfloat16 or float16")
     routing.check(topk_idx, layout.experts)
-    intermediate = linear2.weight.shape[-1]
+    intermediate = linear2.shape[-1]
     for name, linear, shape in (
         ("linear1", linear1, (layout.experts_per_rank, 2 * intermediate, hidden)),
         ("linear2", linear2, (layout.experts_per_rank, hidden, intermediate)),
     ):
-        if linear.weight.shape != shape:
-            raise XStageError(f"{name}: {tuple(linear.weight.shape)} must be {shape}")
+        if linear.shape != shape:
+            raise XStageError(f"{name}: {linear.shape} must be {shape}")
         if (linear.scales is not None) != (precision == "fp8"):
             raise XStageError(f"{name}: {'no' if linear.scales is None else 'fp8'} scales do not fit precision {precision!r}")

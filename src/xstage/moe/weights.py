@@ -7,7 +7,7 @@
 Weights come in high precision and are rounded once, or as e4m3 with scales and are then taken bit for bit. Either way one expert after
 another, so that beside the result there is never more than one expert in high precision on the device; the source may lie anywhere.
 
-Not covered: 4-bit weights, shared experts.
+Not covered: shared experts. 4-bit weights: `xstage.moe.weights_mxfp4`.
 """
 
 from __future__ import annotations

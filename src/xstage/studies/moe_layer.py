@@ -43,6 +43,7 @@ from xstage.moe.op import MegaMoE
 from xstage.moe.pipeline import KernelPipeline, TorchPipeline
 from xstage.moe.reference import Linear
 from xstage.moe.shapes import MoEShape, shape
+from xstage.moe.weights import Weights
 from xstage.moe.work_table import ORDERS, TILE_COLUMNS, WorkOrder
 from xstage.platform import Platform, load_platform
 
@@ -283,6 +284,7 @@ def order_pipeline(moe: MegaMoE, order: str) -> KernelPipeline:
     """Both GEMMs in one kernel in that order of tiles, with buffers of its own and the weights of `moe`."""
     columns = (2 * moe.intermediate // TILE_COLUMNS, moe.layout.hidden // TILE_COLUMNS)
     clusters = torch.cuda.get_device_properties(moe.device).multi_processor_count // 2
+    assert isinstance(moe._weights, Weights)
     return KernelPipeline(
         moe.layout, moe._weights, clamp=moe.clamp, group=moe.group, device=moe.device, timeout_s=moe.timeout_s, tag=f"{moe.tag}/{order}",
         order=WorkOrder.of(order, *columns, lead_rows=None, instances=clusters),

@@ -108,7 +108,7 @@ def configurations(shapes: Sequence[str], sizes: Sequence[int], shares: Sequence
 
 def needed_bytes(model: MoEShape, tokens: int, ranks: int) -> int:
     """Bytes on each rank for `tokens` tokens: weights (twice, while they are made), buffers of all three pipelines, x and outputs."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "ranks": ranks, "num_experts": model.experts, "hidden": model.hidden, "intermediate": model.intermediate, "top_k": model.top_k,
         "max_tokens_per_rank": tokens,
     }  # fmt: skip
