@@ -34,10 +34,11 @@ BLOCK = 32
 TILE = fp8.BLOCK
 BIAS = 127
 NAN_SCALE = 255
-LARGEST_SHIFT, SMALLEST_EXACT_SHIFT, VANISHED_SHIFT = 6, -8, -13
+LARGEST_SHIFT = 6
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# From where on a magnitude is rounded to the next code. In the middle between two, the even code has it: every other bound is open.
-_OPEN, _CLOSED = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
+# The smallest float32 that is rounded to each code but the first. The middle between two goes to the even one, which is every other time
+# the upper.
+_BOUNDS = sorted([*torch.tensor([0.25, 1.25, 2.5, 5.0]).nextafter(torch.tensor(8.0)).tolist(), 0.75, 1.75, 3.5])
 
 
 def quantize(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,8 +64,7 @@ def quantize(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exponent = torch.where(largest > 0, torch.frexp(largest).exponent - 3, -BIAS).clamp_min(-BIAS)
     # Exact, but for what is far below the smallest code.
     scaled = blocks * _power(-exponent, torch.float32).unsqueeze(-1)
-    bounds = sorted([*torch.tensor(_OPEN).nextafter(torch.tensor(8.0)).tolist(), *_CLOSED])
-    codes = torch.bucketize(scaled.abs(), torch.tensor(bounds, device=w.device), right=True, out_int32=True)
+    codes = torch.bucketize(scaled.abs(), torch.tensor(_BOUNDS, device=w.device), right=True, out_int32=True)
     codes = codes.to(torch.uint8) | scaled.signbit().to(torch.uint8) << 3
     return pack(codes.flatten(-2)), (exponent + BIAS).to(torch.uint8)
 
