@@ -360,9 +360,13 @@ def test_mxfp4_takes_half_the_memory() -> None:
 
 
 def test_no_kernel_takes_mxfp4(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On any GPU, Hopper too, the layer says that it runs as plain torch, and why; or refuses."""
-    small = {"num_experts": 8, "hidden": 512, "intermediate": 256, "top_k": 2, "max_tokens_per_rank": 4}
+    """On any GPU, Hopper too, the layer says that it runs as plain torch, and why; or refuses. What it then runs, here on a CPU."""
+    small = {"num_experts": EXPERTS, "hidden": HIDDEN, "intermediate": INTERMEDIATE, "top_k": TOP_K, "max_tokens_per_rank": MOST}
+    w1, w2 = expert_weights()
+    parts = tokens_of(0, 20, "any", 1, 8)
     with xstage.MegaMoE(**small, weight_format="mxfp4") as moe:
+        moe.load_weights(w1, w2)
+        expected = moe(*parts)
         with monkeypatch.context() as on_a_gpu:
             on_a_gpu.setattr(moe, "device", torch.device("cuda"))
             with pytest.warns(RuntimeWarning, match="plain torch with NCCL.*: rank 0: weight_format: mxfp4 has no kernel yet"):
@@ -370,6 +374,14 @@ def test_no_kernel_takes_mxfp4(alone: None, monkeypatch: pytest.MonkeyPatch) -> 
             with pytest.raises(UnsuitableMachine, match="weight_format: mxfp4 has no kernel yet"):
                 moe._choose_mode("error")
         assert moe.reason == "rank 0: weight_format: mxfp4 has no kernel yet"
+        exact = reference.moe(*parts, Linear(w1.double()), Linear(w2.double()), precision="float64")
+        with monkeypatch.context() as on_a_gpu:
+            on_a_gpu.setattr(moe, "mode", "torch")
+            on_a_gpu.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+            on_a_gpu.setattr(torch.cuda, "device", lambda device: nullcontext())
+            out, counts = moe(*parts, return_counts=True)
+        assert (out - exact).norm() <= 2 * (expected - exact).norm()
+        assert torch.equal(counts, routing.count(parts[1], EXPERTS))
 
 
 # ---- the serial pipeline's steps, with its kernels replaced by records

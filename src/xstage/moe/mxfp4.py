@@ -1,6 +1,6 @@
 """Weights in MXFP4: four bits an element, one power of two per 32 elements of a row; and what they become for a matrix unit of fp8.
 
-The format is that of the OCP Microscaling Formats (MX) Specification v1.0, sections 5.3.3 (FP4 e2m1), 5.4.1 (e8m0) and 6.3 (conversion).
+The format is that of the OCP Microscaling Formats (MX) Specification v1.0: sections 5.3 (elements), 5.4 (scales) and 6.3 (conversion).
 
 * A *code* is sign, two bits of exponent, one of mantissa: ± 0, 0.5, 1, 1.5, 2, 3, 4, 6, without infinity or NaN. Two codes lie in a byte,
   the one of the lower column in the lower bits.
