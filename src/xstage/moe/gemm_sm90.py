@@ -35,8 +35,8 @@ entries in the order in which it took them, the same in both CTAs. Take the firs
 taken it, all that was taken is finished, so every slot is or becomes free, and a taker takes it. Then whatever its cluster took before
 is finished, and it is next to be loaded. If it is of Linear-2, all Linear-1 entries of its row tiles stand before it (`work_table`: every
 reach lies behind them), so they are finished, and finished is counted. If it is of Linear-1, it waits for rows from senders, which wait for
-no tile: they are held back for a bounded time only (`send_sm90`). So it can run, and is finished some time. All waits for other CTAs and
-ranks are bounded, and say so where the meetings of ranks do.
+no tile: they are held back for a bounded time only (`send_sm90`). So it can run, and is finished some time. The waits for rows and for
+Linear-1 are bounded all the same, and say so where the meetings of ranks do.
 
 With `spans` every role writes down when its steps began and ended (`spans_sm90`); without, nothing of that is in the machine code.
 
@@ -101,8 +101,8 @@ class GroupedGemm:
 
     @cute.jit
     def __call__(
-        self, layers: Any, outputs: Any, work: Any, totals: cute.Tensor, ready: Any, spans: Any,
-        columns: Any, ctas: Int32, stream: cuda.CUstream,
+        self, layers: Any, outputs: Any, work: Any, totals: cute.Tensor, ready: Any, spans: Any, columns: Any, ctas: Int32,
+        stream: cuda.CUstream,
     ) -> None:  # fmt: skip
         """layers: per layer a uint8 [rows, K], weight uint8 [experts · N, K], a_scales float32 [K / 128, rows], weight_scales float32
         [experts, K / 128, N / 128]. outputs: what each layer's epilogue takes. columns: N of each layer.

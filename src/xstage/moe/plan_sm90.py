@@ -177,8 +177,7 @@ class Plan:
             tile_expert, tile_end: int32 [tiles]: local expert of a tile, and the end of that expert's real rows.
             expert_counts: int32 [experts of this rank]. totals: int32 [4], see `ENTRIES1` and the others.
             work1, work2: int32 [2 · entries], see `work_table`; without an order only.
-            work: int32 [4 · entries of both layers], see `work_table`. ready: int32 [1 + tiles], zeroed. Both with an order only.
-            So are
+            work: int32 [4 · entries of both layers], see `work_table`, ready: int32 [1 + tiles], zeroed; both with an order only. So are
             send_first: int32 [experts]: place of this rank's first pair of each expert in the list of pairs to send.
             items: int32 [4 · (1 + items)]: how many there are, and per item place in the list, expert, pairs, row at the expert's rank.
             control, call, words: see `xstage.device.meeting`.
