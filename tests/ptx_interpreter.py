@@ -248,10 +248,14 @@ def _action(words: list[str], arguments: list[str]) -> str:
             value = f"({a} * {b}{f' + {c}' if c else ''}) & {mask}"
         case ["shl", _] | ["shr", _]:
             value = f"({sa} {_OPERATORS[kind]} {_operand(arguments[2], 32)}) & {mask}"
+        case ["shf", "l", "wrap", "b32"] if arguments[3].isdigit():
+            value = f"({b} << {int(c) % 32} | {a} >> {32 - int(c) % 32}) & {mask}"
         case ["add" | "sub" | "and" | "or" | "xor", _] if what[0] != "f":
             value = f"({a} {_OPERATORS[kind]} {b}) & {mask}"
         case ["min" | "max", _] if what[0] in "us":
             value = f"{kind}({sa}, {sb}) & {mask}"
+        case ["min" | "max", "relu", "s32"]:
+            value = f"max({kind}({sa}, {sb}), 0)"
         case ["abs", _] if what[0] == "s":
             value = f"abs({sa}) & {mask}"
         case ["neg", _] if what[0] == "s":

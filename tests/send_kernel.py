@@ -46,7 +46,7 @@ class Send:
             registers.store_shared_32(Int32(progress.toint()), Int32(0))
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
-        memory, pace = (Int32(slots.toint()), barriers), (Int32(progress.toint()), Int32(40), Int32(8))
+        memory, pace = (Int32(slots.toint()), barriers), (Int32(progress.toint()), Int32(60), Int32(8))
         self.sender.run((items, pairs, weights, x, x_scales), call, cute.arch.block_idx()[0], cute.arch.grid_dim()[0], memory, pace)
 
 

@@ -23,7 +23,7 @@ from ptx_interpreter import Grid, Kernel, run
 from xstage.moe import quantize, routing
 from xstage.moe.exchange import Exchange, scratch_shapes
 from xstage.moe.layout import CHUNK_TOKENS, COMBINED, COUNTED, DISPATCHED, ITEM_BYTES, ITEM_PAIRS, PHASES, BufferLayout
-from xstage.moe.work_table import TILE_COLUMNS, TILE_ROWS, WorkOrder, reaches, work_table
+from xstage.moe.work_table import TILE_COLUMNS, TILE_ROWS, WorkOrder, work_list, work_table
 
 pytestmark = pytest.mark.skipif(any(find_spec(n) is None for n in ("cutlass", "triton")), reason="the kernel packages are not installed")
 
@@ -187,12 +187,13 @@ def check_plan(machine: Machine, counts: torch.Tensor) -> None:
         expert = torch.arange(len(mine)).repeat_interleave(tiles)
         assert torch.equal(got["tile_expert"][:number], expert.int())
         assert torch.equal(got["tile_end"][:number], offsets[rank.me, :-1][expert] + mine[expert].int())
-        for name, table in zip(("work1", "work2"), tables, strict=True):
-            assert got[name][: 2 * len(table)].tolist() == [word for entry in table for word in entry]
-        if machine.order is not None:
-            reach = reaches(tiles.tolist(), machine.order)
-            assert got["reach"][: len(reach)].tolist() == reach
-            assert not got["ready"][:number].any()
+        if machine.order is None:
+            for name, table in zip(("work1", "work2"), tables, strict=True):
+                assert got[name][: 2 * len(table)].tolist() == [word for entry in table for word in entry]
+        else:
+            listed = work_list(mine.tolist(), machine.order)
+            assert got["work"].view(-1, 4)[: len(listed)].tolist() == [list(entry) for entry in listed]
+            assert not got["ready"][: 1 + number].any()
             first = (offsets[:, :-1].flatten() + counts[: rank.me].sum(0)).tolist()
             # The share of its rank's rows that comes before an item; of equal ones, the next rank's first.
             mine_of, ranks = len(mine), len(machine.ranks)

@@ -150,7 +150,8 @@ def test_scratch_by_hand() -> None:
     assert shapes["work2"] == ("int32", (tiles * 8,))
     assert shapes["scales"] == ("float32", (16, tiles * 128))
     both = scratch_shapes(QWEN3_30B, 768, fused=True)
-    assert (both["reach"], both["ready"]) == (("int32", (tiles * 4,)), ("int32", (tiles,)))
+    assert (both["work"], both["ready"]) == (("int32", (2 * tiles * 14,)), ("int32", (1 + tiles,)))
+    assert "work1" not in both
     assert scratch_bytes(QWEN3_30B, 768) == 4 * (
         64 * 128 + 8192 * 8 + 128 + 2 * tiles + 64 + 4 + tiles * 14 + 16 * tiles * 128 + tiles * 128 + 2 * tiles * 128 + 4
     )

@@ -1,9 +1,9 @@
 """The grouped GEMMs compile for sm_90a without a GPU; their machine code holds what the design promises.
 
-Asserted: as many matrix instructions as the tile has, none serialised; multicast loads; how results leave; next to nothing spilled
-where one layer runs alone; a warp that sends rows beside the GEMMs fits into the registers that loading warps keep. The same where the
-kernel records spans, whose marks stand where they should; without, math warps read no clock. Not covered: that they compute anything
-(tests/gpu/test_grouped_gemm.py).
+Asserted: as many matrix instructions as the tile has, none serialised; multicast loads; how results leave; next to nothing spilled; where
+both layers run, one atomic add and one message per entry; a warp that sends rows beside the GEMMs fits into the registers that loading
+warps keep. The same where the kernel records spans, whose marks stand where they should; without, math warps read no clock. Not covered:
+that they compute anything (tests/gpu/test_grouped_gemm.py).
 """
 
 import re
@@ -37,6 +37,8 @@ def test_machine_code(kind: str, unroll: int, option: float | None, recorded: bo
     assert len(re.findall(r"STG\.E\.128", code)) == (16 if kind in ("rows", "both") else 0)
     assert ("UTMASTG" in code) == (kind != "rows")
     assert len(re.findall(r"LDL|STL", code)) <= 16
+    # Of both layers: an entry is taken in one place, and sent to both CTAs.
+    assert [len(re.findall(name, code)) for name in (r"ATOMG\.E\.ADD", r"STAS\.128")] == ([1, 1] if kind == "both" else [0, 0])
 
 
 def test_marks_stand_around_the_stores_of_linear2() -> None:

@@ -1,12 +1,29 @@
-"""The order of work of a grouped GEMM: every tile once, pairs inside one expert, closed form against counting."""
+"""The order of work of a grouped GEMM: every tile once, pairs inside one expert, closed forms against counting,
+and an order of both layers in which clusters that take entries one after the other cannot get stuck."""
 
 from bisect import bisect_right
 from itertools import accumulate
+from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xstage.moe.work_table import GROUP_UNITS, ORDERS, WorkOrder, decoded, encoded, entries, place, reaches, walk, work_table
+from xstage.moe.work_table import (
+    GROUP_UNITS,
+    LAYER_SHIFT,
+    ORDERS,
+    TILE_ROWS,
+    WorkOrder,
+    decoded,
+    encoded,
+    entries,
+    partner,
+    place,
+    reaches,
+    taken,
+    work_list,
+    work_table,
+)
 from xstage.tile_order import LINEAR1, LINEAR2
 
 loads = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 40)), max_size=40)
@@ -25,6 +42,7 @@ def test_every_tile_once_in_pairs_of_one_expert(tiles: list[int], n_tiles: int) 
     for entry in table:
         (m0, n0, a0), (m1, n1, a1) = (decoded(word) for word in entry)
         assert a0 == a1
+        assert partner(entry[0]) == entry[1]
         assert (m1, n1) == ((m0, n0 + 1) if a0 else (m0 + 1, n0))
         assert bisect_right(ends, m0) == bisect_right(ends, m1)
         assert not a0 or n0 % 2 == 0
@@ -69,52 +87,79 @@ def test_order_by_hand() -> None:
     ]  # fmt: skip
 
 
-@given(
+orders = st.tuples(
     st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(1, 12), st.integers(1, 12), st.sampled_from(ORDERS),
     st.one_of(st.none(), st.integers(0, 100)), st.sampled_from([1, 3, 66]),
 )  # fmt: skip
-def test_no_order_deadlocks(tiles: list[int], half1: int, half2: int, name: str, lead_rows: int | None, instances: int) -> None:
-    order = WorkOrder.of(name, 2 * half1, 2 * half2, lead_rows=lead_rows, instances=instances)
-    first, second, reach = work_table(tiles, order.columns1), work_table(tiles, order.columns2), reaches(tiles, order)
-    assert len(reach) == len(second)
+
+
+def ordered(case: tuple[list[int], int, int, str, int | None, int]) -> tuple[list[int], WorkOrder]:
+    tiles, half1, half2, name, lead_rows, instances = case
+    return tiles, WorkOrder.of(name, 2 * half1, 2 * half2, lead_rows=lead_rows, instances=instances)
+
+
+@settings(deadline=None)
+@given(orders)
+def test_place_in_the_list_by_closed_form(case: tuple[list[int], int, int, str, int | None, int]) -> None:
+    tiles, order = ordered(case)
+    singles = [single for count in tiles for single in [False] * (count // 2) + [True] * (count % 2)]
+    end1, end2 = (entries(len(singles), sum(singles), columns) for columns in (order.columns1, order.columns2))
+    reach = reaches(tiles, order)
     assert reach == sorted(reach)
-    walks = [walk(g, instances, len(first), reach) for g in range(instances)]
-    steps = [step for w in walks for step in w]
-    assert len(steps) == len(set(steps)) == len(first) + len(second)
-    # Every cluster goes on as far as it can, in turn; a Linear-2 entry waits for all of its row tiles' Linear-1.
-    missing = {m: order.columns1 for m in range(sum(tiles))}
-    at = [0] * instances
-    moved = True
-    while moved:
-        moved = False
-        for g, w in enumerate(walks):
-            while at[g] < len(w):
-                layer, k = w[at[g]]
-                rows = [decoded(word)[0] for word in (first if layer == LINEAR1 else second)[k]]
-                if layer == LINEAR2 and any(missing[m] for m in rows):
-                    break
-                if layer == LINEAR1:
-                    for m in rows:
-                        missing[m] -= 1
-                at[g] += 1
-                moved = True
-    assert at == [len(w) for w in walks]
+    made: dict[int, tuple[int, int]] = {k2 + reach[k2]: (LINEAR2, k2) for k2 in range(end2)}
+    for first in range(0, len(singles), order.wave_units):
+        units = [singles[:first], singles[: first + order.wave_units]]
+        wave_start = entries(len(units[0]), sum(units[0]), order.columns2)
+        for k1 in range(*(entries(len(u), sum(u), order.columns1) for u in units)):
+            made[k1 + max(0, min(end2, *order.passed(k1, wave_start)))] = (LINEAR1, k1)
+    assert [made[i] for i in range(end1 + end2)] == taken(end1, reach)
 
 
-def test_every_cluster_has_its_share_of_both_layers() -> None:
-    tiles = [4] * 64
-    for name in ORDERS:
-        order = WorkOrder.of(name, 8, 16, lead_rows=None, instances=66)
-        end1, reach = len(work_table(tiles, 8)), reaches(tiles, order)
-        shares = [[layer for layer, _ in walk(g, 66, end1, reach)] for g in range(66)]
-        for layer in (LINEAR1, LINEAR2):
-            assert max(s.count(layer) for s in shares) - min(s.count(layer) for s in shares) <= 1
+@settings(deadline=None)
+@given(orders, st.randoms(use_true_random=False))
+def test_no_order_deadlocks(case: tuple[list[int], int, int, str, int | None, int], random: Random) -> None:
+    """Clusters take entries in the order of the list, ahead of what they do, and finish them when they can, in any order."""
+    tiles, order = ordered(case)
+    instances = case[-1]
+    listed = work_list([TILE_ROWS * count for count in tiles], order)
+    todo, missing = iter(listed), {m: order.columns1 for m in range(sum(tiles))}
+    held: list[list[tuple[int, int, int, int]]] = [[] for _ in range(instances)]
+    finished = 0
+    while finished < len(listed):
+        for h in held:
+            while len(h) < 2 and (entry := next(todo, None)) is not None:
+                h.append(entry)
+        able = []
+        for h in held:
+            if h:
+                rows = [decoded(word)[0] for word in (h[0][0], partner(h[0][0]))]
+                second = h[0][0] >> LAYER_SHIFT & 1
+                if not (second and any(missing[m] for m in rows)):
+                    able.append((h, rows, second))
+        assert able, "nobody can go on"
+        h, rows, second = random.choice(able)
+        for m in rows if not second else ():
+            missing[m] -= 1
+        h.pop(0)
+        finished += 1
+    assert not any(missing.values())
+
+
+def test_list_by_hand() -> None:
+    # Three row tiles of two experts, the last of 5 rows; two and four column tiles, all of Linear-1 before Linear-2.
+    order = WorkOrder.of("expert_wave", 2, 4, lead_rows=None, instances=1)
+    pair, alone, second = 0 << 12, 2 << 12 | 1, 1 << LAYER_SHIFT
+    assert work_list([256, 5], order) == [
+        (pair, 1, 0, 256), (alone, 2, 1, 261), (pair | 1 << 1, 3, 0, 256),
+        (pair | second, 3, 0, 256), (alone | second, 3, 1, 261), (pair | second | 1 << 1, 3, 0, 256),
+        (pair | second | 2 << 1, 3, 0, 256), (alone | second | 2 << 1, 3, 1, 261), (pair | second | 3 << 1, 3, 0, 256),
+    ]  # fmt: skip
 
 
 def test_interleaving_follows_at_a_distance() -> None:
     order = WorkOrder.of("interleaved", 8, 16, lead_rows=32, instances=66)
     assert (order.lead, order.lead_rows) == (128, 32)
-    steps = walk(0, 1, 1024, reaches([4] * 64, order))
+    steps = taken(1024, reaches([4] * 64, order))
     assert [layer for layer, _ in steps[:128]] == [LINEAR1] * 128
     assert [layer for layer, _ in steps[128:137]] == [LINEAR2, LINEAR2, LINEAR1] * 3
     assert WorkOrder.of("interleaved", 8, 16, lead_rows=1, instances=66).lead == GROUP_UNITS * 8

@@ -76,6 +76,8 @@ def test_threads_meet_at_a_barrier_and_only_there() -> None:
         ("sub.s32 %r3, %r1, 7; setp.lt.s32 %p1, %r3, -2; selp.b32 %r2, 1, 0, %p1;", [int(t < 5) for t in range(64)]),
         ("sub.s32 %r3, %r1, 7; mul.hi.s32 %r2, %r3, 1431655766;", [((t - 7) * 1431655766 >> 32) % (1 << 32) for t in range(64)]),
         ("prmt.b32 %r2, 0x83020100, %r1, 0xFB43;", [0xFF0083 | t << 8 for t in range(64)]),
+        ("sub.s32 %r3, %r1, 7; min.relu.s32 %r2, %r3, 5;", [max(min(t - 7, 5), 0) for t in range(64)]),
+        ("mov.b32 %r3, -2147483648; shf.l.wrap.b32 %r2, %r3, %r1, 1;", [2 * t + 1 for t in range(64)]),
         (LOOP, [t // 9 * 9 + 9 for t in range(64)]),
     ],
 )  # fmt: skip

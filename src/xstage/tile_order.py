@@ -24,7 +24,9 @@ all Linear-1 tiles of its row. So the order by key contains every instance's own
 the smallest key among the unfinished ones can always run, for any number of instances, provided that they are all resident.
 `global_order` returns it. D = 0 breaks this (an instance would wait for a tile that it has yet to emit) and is refused.
 
-Not covered: a kernel that draws tiles from an atomic counter (its order is the global order), and splits along K.
+A kernel that draws tiles from a counter in memory needs no strides: its order is the global order.
+
+Not covered: splits along K.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ values that are not finite, no work at all, the same bits twice and with spans. 
 """
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,18 @@ def work_table(loads: list[int], columns: int) -> tuple[torch.Tensor, torch.Tens
     random.Random(1).shuffle(entries)
     expert_of, words = (torch.tensor(words, dtype=torch.int32, device="cuda").view(-1) for words in (expert or [0], entries or [(0, 0)]))
     return expert_of, words, len(entries)
+
+
+def work_list(loads: list[int], order: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(list of both layers' entries, totals) of experts with so many row tiles each."""
+    from xstage.moe import work_table as wt
+
+    entries = [len(wt.work_table(loads, columns)) for columns in (order.columns1, order.columns2)]
+    words = wt.work_list([128 * tiles for tiles in loads], order)
+    return (
+        torch.tensor(words, dtype=torch.int32, device="cuda").view(-1),
+        torch.tensor([*entries, sum(loads), 128 * sum(loads)], dtype=torch.int32, device="cuda"),
+    )
 
 
 def problem(loads: list[int], k: int, n: int, spare: int = 1, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -161,19 +174,19 @@ def test_both_layers_in_one_kernel(k: int, n: int, name: str) -> None:
         grouped_gemm.rows(middle[0], scales[0], *two[2:], slots[0])
 
         order = wt.WorkOrder.of(name, n // 256, k // 256, lead_rows=None, instances=66)
-        tables = (wt.work_table(loads, n // 256), wt.work_table(loads, k // 256), wt.reaches(loads, order))
-        work = tuple(torch.tensor(table, dtype=torch.int32, device="cuda").view(-1) for table in tables)
-        totals = torch.tensor([len(tables[0]), len(tables[1]), tiles, 128 * tiles], dtype=torch.int32, device="cuda")
+        work, totals = work_list(loads, order)
         control, status = torch.zeros(2, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
         call = torch.tensor([0, 0, 10**9, status.data_ptr()], dtype=torch.int64, device="cuda")
         for _ in range(5):
             middle[1], out[1] = 0xFF, torch.nan
-            ready = torch.zeros(rows // 128, dtype=torch.int32, device="cuda")
-            given = (*one[:4], *two[2:4], one[4], work, totals, weight)
+            ready = torch.zeros(1 + rows // 128, dtype=torch.int32, device="cuda")
+            given = (*one[:4], *two[2:4], work, totals, weight)
             grouped_gemm.both(*given, middle[1], scales[1], slots[1], (ready, control, call))
             torch.cuda.synchronize()
             assert status.item() == 0
-            assert (ready[:tiles] == n // 256).all()
+            # Every cluster has asked once more than it was given.
+            assert ready[0] == totals[:2].sum() + grouped_gemm.ctas_of(0) // 2
+            assert (ready[1 : 1 + tiles] == n // 256).all()
             assert torch.equal(middle[0], middle[1])
             assert torch.equal(out[0, : 128 * tiles].view(torch.int16), out[1, : 128 * tiles].view(torch.int16))
 
@@ -192,9 +205,7 @@ def test_spans_change_no_bit_and_are_complete() -> None:
     one, two = arguments(p, "gate_up"), arguments(q, "threads")
     rows, tiles = p["a"].shape[0], sum(loads)
     order = wt.WorkOrder.of("interleaved", n // 256, k // 256, lead_rows=None, instances=66)
-    tables = (wt.work_table(loads, n // 256), wt.work_table(loads, k // 256), wt.reaches(loads, order))
-    work = tuple(torch.tensor(table, dtype=torch.int32, device="cuda").view(-1) for table in tables)
-    totals = torch.tensor([len(tables[0]), len(tables[1]), tiles, 128 * tiles], dtype=torch.int32, device="cuda")
+    work, totals = work_list(loads, order)
     control, status = torch.zeros(2, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
     call = torch.tensor([0, 0, 10**9, status.data_ptr()], dtype=torch.int64, device="cuda")
     weight, ctas = torch.rand(rows, device="cuda"), grouped_gemm.ctas_of(0)
@@ -204,8 +215,8 @@ def test_spans_change_no_bit_and_are_complete() -> None:
         slots = out.data_ptr() + torch.arange(rows, device="cuda") * (2 * k)
         middle = torch.full((rows, n // 2), 0xFF, dtype=torch.uint8, device="cuda")
         scales = torch.full((n // 256, rows), 2.0, device="cuda")
-        ready = torch.zeros(rows // 128, dtype=torch.int32, device="cuda")
-        given = (*one[:4], *two[2:4], one[4], work, totals, weight, middle, scales, slots, (ready, control, call))
+        ready = torch.zeros(1 + rows // 128, dtype=torch.int32, device="cuda")
+        given = (*one[:4], *two[2:4], work, totals, weight, middle, scales, slots, (ready, control, call))
         grouped_gemm.both(*given, spans=spans)
         torch.cuda.synchronize()
         assert status.item() == 0

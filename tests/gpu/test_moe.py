@@ -155,13 +155,13 @@ def poison(moe: Any) -> None:
         exchange.scales,
         exchange.tile_expert,
         exchange.tile_end,
-        exchange.work1,
-        exchange.work2,
         exchange.row_weight,
         exchange.row_slot,
     )
-    fused = [] if exchange.order is None else [exchange.reach, exchange.ready, exchange._rows, exchange._row_scales]
-    for tensor in (pipeline.middle, pipeline.middle_scales, *scratch, *fused):
+    work = [exchange.work1, exchange.work2]
+    if exchange.order is not None:
+        work = [exchange.work, exchange.ready, exchange._rows, exchange._row_scales]
+    for tensor in (pipeline.middle, pipeline.middle_scales, *scratch, *work):
         tensor.view(torch.uint8).fill_(0xFF)
     settle()
 

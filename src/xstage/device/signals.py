@@ -110,6 +110,12 @@ def wait_word_gpu(address: Int64, deadline_ns: Int64) -> Int64:
     return seen
 
 
+@cute.jit
+def take_gpu(address: Int64) -> Int32:
+    """Add 1 to an int32 counter on this GPU and return what it was, a number that nobody else gets; orders nothing."""
+    return cute.arch.inline_ptx("atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[address])
+
+
 # ---- CTAs of one GPU that hand data on ----
 
 

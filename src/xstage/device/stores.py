@@ -80,6 +80,21 @@ def burst_of_16(base: Int64, size: Int32, thread: Int32, threads: cutlass.Conste
 
 
 @cute.jit
+def send_16(
+    shared_address: Int32, barrier_address: Int32, rank: Int32, a: Int32, b: Int32, c: Int32, d: Int32
+) -> None:  # fmt: skip
+    """Four words to the shared memory of CTA `rank` of the cluster, whose mbarrier counts the 16 bytes: who waits for it may read them.
+
+    The addresses are those of the same places in one's own CTA.
+    """
+    cute.arch.inline_ptx(
+        "{ .reg .b32 to, barrier; mapa.shared::cluster.u32 to, {$r0}, {$r2}; mapa.shared::cluster.u32 barrier, {$r1}, {$r2}; "
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [to], {{$r3}, {$r4}, {$r5}, {$r6}}, [barrier]; }",
+        read_only_args=[shared_address, barrier_address, rank, a, b, c, d],
+    )
+
+
+@cute.jit
 def prefetch_l1(address: Int64) -> None:
     """Ask for the line of `address` in this SM's L1 cache; nobody waits."""
     cute.arch.inline_ptx("prefetch.global.L1 [{$r0}];", read_only_args=[address])

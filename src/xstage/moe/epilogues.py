@@ -27,7 +27,8 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from xstage.device import registers
 from xstage.device.floats import pack_bf16
-from xstage.device.stores import prefetch_l1, store_16
+from xstage.device.stores import load_shared, prefetch_l1, store_16
+from xstage.moe.work_table import decoded, encoded
 
 E4M3_MAX, SMALLEST_SCALE = 448.0, 2.0**-126
 MATH, STAGED, FREE = 1, 3, 5  # named barriers, each of two warpgroups
@@ -54,9 +55,9 @@ class Epilogue:
         """On the host: what the kernel is given of `outputs`."""
         return outputs
 
-    def begin(self, staging: Any, thread: Int32, outputs: Any) -> None:
-        """Before the first tile, in every math thread."""
-        self.outputs, self.staging = outputs, staging
+    def begin(self, staging: Any, thread: Int32, outputs: Any, handed: Int32) -> None:
+        """Before the first tile, in every math thread. handed: shared address of a word, for `SwigluFp8`."""
+        self.outputs, self.staging, self.word = outputs, staging, handed
         self.base = Int32(staging.data_ptr().toint())
         self.group = cute.arch.make_warp_uniform(thread // 128)
         self.lane, self.leads = thread % 32, cute.arch.make_warp_uniform(thread // 32) % 4 == 0
@@ -97,8 +98,8 @@ class Plain(Epilogue):
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         return _descriptor(cute.tile_to_shape(atom, (64, 64, 4), (0, 1, 2)), outputs, (64, 64))
 
-    def begin(self, staging: Any, thread: Int32, outputs: Any) -> None:
-        Epilogue.begin(self, staging, thread, outputs)
+    def begin(self, staging: Any, thread: Int32, outputs: Any, handed: Int32) -> None:
+        Epilogue.begin(self, staging, thread, outputs, handed)
         self.source, self.target = _boxes(staging, BFloat16, outputs, (64, 64))
 
     @cute.jit
@@ -128,7 +129,8 @@ class SwigluFp8(Epilogue):
     """outputs: (uint8 [rows, N / 2], float32 scales [N / 256, rows], float32 routing weight [rows]).
 
     clamp: gate is bounded above and up on both sides by it; None: neither. handed: staged tiles are handed to a store warp, which
-    calls `store_staged` for each; the math warps call `await_free` before they stage again.
+    calls `store_staged` until there are no more; the math warps call `await_free` before they stage again, and `no_more` at the end.
+    A word in shared memory says which tile is staged.
     """
 
     alternating = True
@@ -142,8 +144,8 @@ class SwigluFp8(Epilogue):
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Uint8)
         return (*_descriptor(cute.tile_to_shape(atom, (64, 128, 2), (0, 1, 2)), middle, (64, 128)), scales, weight)
 
-    def begin(self, staging: Any, thread: Int32, outputs: Any) -> None:
-        Epilogue.begin(self, staging, thread, outputs)
+    def begin(self, staging: Any, thread: Int32, outputs: Any, handed: Int32) -> None:
+        Epilogue.begin(self, staging, thread, outputs, handed)
         self.source, self.target = _boxes(staging, Uint8, outputs[:3], (64, 128))
 
     @cute.jit
@@ -169,21 +171,41 @@ class SwigluFp8(Epilogue):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def store_staged(self, m: Int32, n: Int32) -> None:
-        """The store warp's part: one tile, until its elements are in memory; its scales were written by the math warps."""
-        for group in cutlass.range_constexpr(2):
-            cute.arch.barrier(barrier_id=STAGED + group, number_of_threads=160)
-            cute.copy(self.outputs[0], self.source[(None, group)], self.target[(None, m * 2 + group, n)])
-        cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        for group in cutlass.range_constexpr(2):
-            cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=160)
-        cute.arch.cp_async_bulk_wait_group(0, read=False)
+    def store_staged(self) -> Int32:
+        """The store warp's part: one tile, until its elements are in memory; its scales were written by the math warps.
+
+        Returns its row tile; −1: there are no more.
+        """
+        cute.arch.barrier(barrier_id=STAGED, number_of_threads=160)
+        m, n, _ = decoded(load_shared(self.word))
+        if m >= 0:
+            for group in cutlass.range_constexpr(2):
+                if const_expr(group == 1):
+                    cute.arch.barrier(barrier_id=STAGED + group, number_of_threads=160)
+                cute.copy(self.outputs[0], self.source[(None, group)], self.target[(None, m * 2 + group, n)])
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            for group in cutlass.range_constexpr(2):
+                cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=160)
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+        return m
 
     @cute.jit
     def await_free(self) -> None:
         """Until the store warp has read what was handed to it."""
         cute.arch.barrier(barrier_id=FREE + self.group, number_of_threads=160)
+
+    @cute.jit
+    def no_more(self) -> None:
+        """After the last tile, when nothing that was handed over is still being read."""
+        self._hand(Int32(-1))
+
+    @cute.jit
+    def _hand(self, word: Int32) -> None:
+        """Which tile the first warpgroup has staged. The store warp reads it before it says that the staging is free."""
+        if self.group == 0:
+            registers.store_shared_32(self.word, word)
+            cute.arch.barrier_arrive(barrier_id=STAGED, number_of_threads=160)
 
     @cute.jit
     def _finish(self, first: cute.Tensor, second: cute.Tensor, m: Int32, n: Int32) -> None:
@@ -224,7 +246,9 @@ class SwigluFp8(Epilogue):
                 self.outputs[3][n, self._row(m, r)] = scale * weights[r]
         cute.arch.fence_view_async_shared()
         if const_expr(self.handed):
-            cute.arch.barrier_arrive(barrier_id=STAGED + self.group, number_of_threads=160)
+            self._hand(encoded(m, n, 0))
+            if self.group == 1:
+                cute.arch.barrier_arrive(barrier_id=STAGED + 1, number_of_threads=160)
         else:
             self._meet()
             if self.leads:

@@ -103,18 +103,18 @@ def scratch_shapes(layout: BufferLayout, intermediate: int, fused: bool = False)
         "tile_end": ("int32", (tiles,)),
         "expert_counts": ("int32", (layout.experts_per_rank,)),
         "totals": ("int32", (4,)),
-        "work1": ("int32", (tiles * first,)),
-        "work2": ("int32", (tiles * second,)),
         "zeros": ("int32", (4,)),
     }
     if fused:
         return shapes | {
-            "reach": ("int32", (tiles * second // 2,)), "ready": ("int32", (tiles,)), "send_first": ("int32", (layout.experts,)),
+            "work": ("int32", (2 * tiles * (first + second),)), "ready": ("int32", (1 + tiles,)),
+            "send_first": ("int32", (layout.experts,)),
             "items": ("int32", (4 * (1 + pairs // ITEM_PAIRS + layout.experts),)), "pairs": ("int32", (pairs,)),
             "rows": ("float8_e4m3fn", (layout.max_tokens_per_rank, layout.hidden)),
             "row_scales": ("float32", (layout.max_tokens_per_rank, blocks)),
         }  # fmt: skip
     return shapes | {
+        "work1": ("int32", (tiles * first,)), "work2": ("int32", (tiles * second,)),
         "scales": ("float32", (blocks, layout.rows)), "row_weight": ("float32", (layout.rows,)), "row_slot": ("int64", (layout.rows,)),
     }  # fmt: skip
 
@@ -166,10 +166,11 @@ class Exchange:
         activations: uint8 (e4m3) [rows, hidden]. scales: float32 [hidden / 128, rows], m-major, 0 in padding rows.
         tile_expert: int32 [rows / 128]: local expert of a tile. tile_end: int32 [rows / 128]: end of that expert's real rows.
         work1, work2: int32 words of the entries for 2 · intermediate and for hidden columns (`xstage.moe.work_table`).
-            With an order, reach: int32 [entries of work2]; ready: int32 [rows / 128], zeros when `dispatch` has passed; arrived: int32
-            [rows / 128], rows of a tile that have come; sends: addresses for `send_sm90.Sender.run`.
+            With an order, instead: work: int32 words of the entries of both, in the order in which they are taken; ready: int32
+            [1 + rows / 128], zeros when `dispatch` has passed; arrived: int32 [rows / 128], rows of a tile that have come; sends: addresses
+            for `send_sm90.Sender.run`.
         control, call: words of `xstage.device.meeting`.
-        totals: int32 [4]: entries of work1, entries of work2, tiles, rows with padding. All 0 once a meeting failed.
+        totals: int32 [4]: entries of Linear-1, entries of Linear-2, tiles, rows with padding. All 0 once a meeting failed.
         expert_counts: int32 [experts per rank]: real rows of each local expert.
         row_weight: float32 [rows]: routing weight, 0 in padding rows.
         row_slot: int64 [rows]: address where the row's result (bf16 [hidden]) goes, maybe on a peer; 0 in padding rows: store nothing.
@@ -213,13 +214,15 @@ class Exchange:
         }
         self._chunk_bases, self._positions, self._zeros = made["chunk_bases"], made["positions"], made["zeros"]
         self.first, self.tile_expert, self.tile_end = made["first"], made["tile_expert"], made["tile_end"]
-        self.expert_counts, self.totals, self.work1, self.work2 = made["expert_counts"], made["totals"], made["work1"], made["work2"]
+        self.expert_counts, self.totals = made["expert_counts"], made["totals"]
         here = {name: self.view(name) for name in ("scales", "row_weight", "row_slot")} if layout.direct else made
         self.scales, self.row_weight, self.row_slot = here["scales"], here["row_weight"].view(-1), here["row_slot"].view(-1)
         if layout.direct:
-            self.reach, self.ready, self.arrived = made["reach"], made["ready"], self.view("arrived").view(-1)
+            self.work, self.ready, self.arrived = made["work"], made["ready"], self.view("arrived").view(-1)
             self._send_first, self._items, self._pairs = made["send_first"], made["items"], made["pairs"]
             self._rows, self._row_scales = made["rows"], made["row_scales"]
+        else:
+            self.work1, self.work2 = made["work1"], made["work2"]
         self.sends: tuple[int, ...] = ()
         self._tokens: int | None = None  # of the call that is under way
         torch.cuda.synchronize(device)
@@ -295,12 +298,12 @@ class Exchange:
         count = plan_sm90.compiled_count(layout.experts, layout.top_k, wide)
         plan = plan_sm90.compiled_plan(*_plan_options(layout, self.intermediate, self.order))
         words = (self.control, self.call, self._signals)
-        tiles = (self.tile_expert, self.tile_end, self.expert_counts, self.totals, self.work1, self.work2)
+        tiles = (self.tile_expert, self.tile_end, self.expert_counts, self.totals)
         unused = self._zeros
         if layout.direct:
             start, end = layout.region("arrived").offset_bytes, layout.region("activations").offset_bytes
             cleared = (self._buffer.addresses[self.rank] + start, end - start)
-            orders = (self.reach, self.ready, self._send_first, self._items)
+            orders = (unused, unused, self.work, self.ready, self._send_first, self._items)
             stage = exchange_sm90.compiled_stage(layout, wide, _ROWS[x.dtype])
             rows = (x, x_scales) if x_scales is not None else (self._rows, self._row_scales)
             addresses = (self._rows.data_ptr(), self._row_scales.data_ptr())
@@ -312,7 +315,7 @@ class Exchange:
                 )),
             ]  # fmt: skip
         else:
-            cleared, orders = (0, 0), (unused, unused, unused, unused)
+            cleared, orders = (0, 0), (self.work1, self.work2, unused, unused, unused, unused)
             send = exchange_sm90.compiled_dispatch(layout, wide, _ROWS[x.dtype])
             arrange = exchange_sm90.compiled_arrange(layout)
             meeting = compiled_meeting(self.world, DISPATCHED, False)

@@ -13,17 +13,30 @@ loop over K goes in unrolled rounds of a few stages, so that no wgmma is in flig
 them all. 192 of a thread's 232 registers are sums, hence an epilogue works on one half of 128 columns at a time; the first half's runs
 under the second half's last wgmma.
 
-One layer, or both of a MoE layer, each with its table; every cluster, and in it every role, walks both with `tile_order`'s rule, and a
-Linear-2 entry comes when the cluster's Linear-1 cursor has come as far as the entry's reach (`work_table`). Then a row tile of Linear-1's
-output is ready when `ready[tile]` has counted all its column tiles:
+One layer: every cluster walks its table with a stride. Both layers of a MoE layer: their entries stand in one list (`work_table`), and
+clusters take the next one from a counter in memory. SMs differ in speed by a few percent, and a share that was dealt out beforehand would
+let the slowest cluster decide when the kernel ends, and hold up all others wherever an order makes Linear-2 wait for Linear-1.
 
-1. The math warps stage a tile in shared memory, write its scales, and hand it to the store warp (a named barrier `STAGED` per warpgroup).
-2. The store warp copies it to memory, says that the staging is free (`FREE`), waits until the copy is complete, and adds one
-   (`red.release.gpu`). No math warp waits for a copy, and what a tile is waited for by never waits for anything but that copy: were the
-   count added by the math warps, later, it would wait for their next tile's loads, which may wait for another warpgroup's count.
-3. The loading warp of a Linear-2 tile acquires the full count (gpu scope), makes a proxy fence, and lets the copy engine read.
+1. One warp of a cluster's first CTA, the taker, takes an entry (one atomic add), looks it up (one load) and sends it to the loading warps
+   of both CTAs (`st.async` into a slot, an mbarrier counts the bytes). It does so when both have said that the slot is free, which they do
+   when what their tile waits for is there and they begin to load: so the next entry comes during the time of a tile, no loading warp waits
+   for memory, and a cluster holds no more than what it computes and one entry besides.
+2. The math warps learn from the ring which tile it is. They stage a Linear-1 tile in shared memory, write its scales, and hand it to the
+   store warp (a named barrier `STAGED` per warpgroup, and a word that says which tile; −1 ends it).
+3. The store warp copies it to memory, says that the staging is free (`FREE`), waits until the copy is complete, and adds one to
+   `ready[1 + tile]` (`red.release.gpu`). No math warp waits for a copy, and what a tile is waited for by never waits for anything but that
+   copy: were the count added by the math warps, later, it would wait for their next tile's loads, which may wait for another
+   warpgroup's count.
+4. The loading warp of a Linear-2 tile acquires the full count of its row tile (gpu scope), makes a proxy fence, and lets the copy engine
+   read.
 
-All CTAs are resident, so no order deadlocks (`tile_order`). The wait is bounded, and says so where the meetings of ranks do.
+Why nothing deadlocks: all clusters are resident, entries are taken in the order of the list, and a cluster loads, computes and counts its
+entries in the order in which it took them, the same in both CTAs. Take the first entry of the list that is not finished. If nobody has
+taken it, all that was taken is finished, so every slot is or becomes free, and a taker takes it. Then whatever its cluster took before
+is finished, and it is next to be loaded. If it is of Linear-2, all Linear-1 entries of its row tiles stand before it (`work_table`: every
+reach lies behind them), so they are finished, and finished is counted. If it is of Linear-1, it waits for rows from senders, which wait for
+no tile: they are held back for a bounded time only (`send_sm90`). So it can run, and is finished some time. The waits for rows and for
+Linear-1 are bounded all the same, and say so where the meetings of ranks do.
 
 With `spans` every role writes down when its steps began and ended (`spans_sm90`); without, nothing of that is in the machine code.
 
@@ -48,13 +61,14 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from xstage.device import registers, signals
+from xstage.device import registers, signals, stores
+from xstage.device.loads import load_16
 from xstage.device.meeting import FAILED, GENERATION, RANK, STATUS_ADDRESS, TIMEOUT_NS
 from xstage.moe import spans_sm90
 from xstage.moe.layout import ARRIVED, LINEAR1
 from xstage.moe.send_sm90 import MOST_SLOTS, SLOT_BYTES
 from xstage.moe.spans import END, HALF_END, HALF_START, MAIN_END, WAIT_END
-from xstage.tile_order import NO_LAG, takes_linear2
+from xstage.moe.work_table import COLUMN_MASK, LAYER_SHIFT, ROW_SHIFT, partner
 
 TILE_M, TILE_N, TILE_K = 128, 256, 128
 CLUSTER = 2
@@ -63,8 +77,6 @@ SHARED_BYTES = 227 * 1024  # as much as a CTA can have
 SCALES = TILE_M + 32  # floats of a stage: a scale per row, then four of the weight, then the tile's word
 WORD = TILE_M + 4
 MATH_REGISTERS, LOAD_REGISTERS = 232, 40
-# A work table's entry: row tile << 12 | column tile << 1 | whether the pair shares the rows (else the weight). In a stage with the layer.
-ROW_SHIFT, LAYER_SHIFT, COLUMN_MASK = 12, 11, 1023
 
 
 class GroupedGemm:
@@ -89,14 +101,14 @@ class GroupedGemm:
 
     @cute.jit
     def __call__(
-        self, layers: Any, outputs: Any, tile_expert: cute.Tensor, work: Any, totals: cute.Tensor, ready: Any, spans: Any,
-        columns: Any, ctas: Int32, stream: cuda.CUstream,
+        self, layers: Any, outputs: Any, work: Any, totals: cute.Tensor, ready: Any, spans: Any, columns: Any, ctas: Int32,
+        stream: cuda.CUstream,
     ) -> None:  # fmt: skip
         """layers: per layer a uint8 [rows, K], weight uint8 [experts · N, K], a_scales float32 [K / 128, rows], weight_scales float32
         [experts, K / 128, N / 128]. outputs: what each layer's epilogue takes. columns: N of each layer.
-        work: per layer int32 [2 · entries], and of two layers int32 [entries] of the second, its reach.
-        ready: of two layers, (int32 [row tiles], zeros; control and call words of `xstage.device.meeting`); with a sender also
-            (int32 [row tiles]: end of the expert's real rows; int32 [row tiles]: rows that have arrived; what `Sender.run` is given).
+        work: of one layer (int32 [2 · entries], its table; int32 [row tiles], their experts); of two (int32 [4 · entries], the list).
+        ready: of two layers, (int32 [1 + row tiles], zeros: entries taken, then Linear-1 tiles that are there; control and call words of
+            `xstage.device.meeting`); with a sender also (int32 [row tiles]: rows that have arrived; what `Sender.run` is given).
         spans: if recorded, (int32 [ctas · roles · (capacity + 1) · 8], zeros; capacity), see `xstage.moe.spans`; else None.
         """
         stages = self.stages
@@ -116,7 +128,10 @@ class GroupedGemm:
         class Shared:
             barriers: cute.struct.MemRange[Int64, 2 * stages]
             send_barriers: cute.struct.MemRange[Int64, MOST_SLOTS]
+            entry_barriers: cute.struct.MemRange[Int64, 2]
+            entry: cute.struct.Align[cute.struct.MemRange[Int32, 4], 16]
             progress: cute.struct.MemRange[Int32, self.state_words]
+            handed: cute.struct.MemRange[Int32, 1]
             slots: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.slot_bytes], 128]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, SCALES * stages], 128]
             staging: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.epilogues[0].staging_bytes], 1024]
@@ -129,7 +144,7 @@ class GroupedGemm:
             raise ValueError(f"shared memory: {size} bytes; a CTA can have {SHARED_BYTES}")
         sources = [self._source(layer, n, slots_a, slots_w, halves_a) for layer, n in zip(layers, columns, strict=True)]
         targets = [epilogue.descriptors(out) for epilogue, out in zip(self.epilogues, outputs, strict=True)]
-        self.kernel(sources, targets, tile_expert, work, totals, ready, spans, start, go_on, slots_a, slots_w, halves_a).launch(
+        self.kernel(sources, targets, work, totals, ready, spans, start, go_on, slots_a, slots_w, halves_a).launch(
             grid=(ctas, 1, 1), block=[THREADS, 1, 1], cluster=(CLUSTER, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
@@ -148,9 +163,8 @@ class GroupedGemm:
 
     @cute.kernel
     def kernel(
-        self, sources: Any, targets: Any, tile_expert: cute.Tensor, work: Any, totals: cute.Tensor, ready: Any,
-        spans: Any, start: cute.TiledMma, go_on: cute.TiledMma, slots_a: cute.ComposedLayout, slots_w: cute.ComposedLayout,
-        halves_a: cute.ComposedLayout,
+        self, sources: Any, targets: Any, work: Any, totals: cute.Tensor, ready: Any, spans: Any, start: cute.TiledMma,
+        go_on: cute.TiledMma, slots_a: cute.ComposedLayout, slots_w: cute.ComposedLayout, halves_a: cute.ComposedLayout,
     ):  # fmt: skip
         thread = cute.arch.thread_idx()[0]
         block = cute.arch.block_idx()[0]
@@ -167,6 +181,8 @@ class GroupedGemm:
                 for i in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full + i, 1)
                     cute.arch.mbarrier_init(empty + i, 8 * CLUSTER)  # every math warp of both CTAs
+                cute.arch.mbarrier_init(shared.entry_barriers.data_ptr(), 1)
+                cute.arch.mbarrier_init(shared.entry_barriers.data_ptr() + 1, CLUSTER)  # the first CTA's: both loading warps
                 registers.store_shared_32(Int32(shared.progress.data_ptr().toint()), Int32(0))
                 if const_expr(self.recorded):
                     state = Int32(shared.progress.data_ptr().toint()) + 8
@@ -178,29 +194,31 @@ class GroupedGemm:
         cute.arch.cluster_wait()
 
         s_scales = shared.scales.get_tensor(cute.make_layout((SCALES, self.stages)))
-        ends = (Int32(totals[self.count]), Int32(0))
-        if const_expr(len(self.epilogues) == 2):
-            ends = (Int32(totals[0]), Int32(totals[1]))
-        walk = (work, ends, member, cute.arch.grid_dim()[0] // CLUSTER)
-        cursor = self._enter(walk, block // CLUSTER)
-        progress = Int32(shared.progress.data_ptr().toint())
+        progress, handed = Int32(shared.progress.data_ptr().toint()), Int32(shared.handed.data_ptr().toint())
         marks: Any = None
         if const_expr(self.recorded):
             marks = (progress + 8, spans[1])
+        entry = (Int32(shared.entry.data_ptr().toint()), shared.entry_barriers.data_ptr())
         if thread // 128 == 2:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp == 8:
                 slots = [shared.a.get_tensor(slots_a.outer, swizzle=slots_a.inner), shared.a.get_tensor(halves_a.outer, swizzle=halves_a.inner), shared.w.get_tensor(slots_w.outer, swizzle=slots_w.inner)]  # fmt: skip  # noqa: E501
-                self._load(sources, slots, s_scales, tile_expert, ready, walk, cursor, full, empty, progress, marks)
+                given = (s_scales, member, full, empty)
+                if const_expr(len(self.epilogues) == 2):
+                    self._load_taken(sources, slots, ready, entry, progress, marks, given)
+                else:
+                    self._load_share(sources[0], slots, work, Int32(totals[self.count]), block // CLUSTER, given)
             if const_expr(len(self.epilogues) == 2):
+                if warp == 9:
+                    self.epilogues[0].begin(shared.staging, Int32(0), targets[0], handed)
+                    self._store(ready)
                 if const_expr(self.sender is not None):
                     if warp == 10:
                         memory = (Int32(shared.slots.data_ptr().toint()), shared.send_barriers.data_ptr())
-                        pace = (progress, ends[0], walk[3])
-                        self.sender.run(ready[5], ready[2], block, cute.arch.grid_dim()[0], memory, pace, marks)
-                if warp == 9:
-                    self.epilogues[0].begin(shared.staging, Int32(0), targets[0])
-                    self._store(ready, walk, cursor)
+                        pace = (progress, Int32(totals[0]), cute.arch.grid_dim()[0] // CLUSTER)
+                        self.sender.run(ready[4], ready[2], block, cute.arch.grid_dim()[0], memory, pace, marks)
+                if (warp == 11) & (member == 0):
+                    self._take(ready[0], work[0], Int32(totals[0]), Int32(totals[1]), entry)
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             slice_ = start.get_slice(thread)
@@ -214,7 +232,7 @@ class GroupedGemm:
             second.fill(0.0)
             fixed = (start, go_on, product, first, second, r_a, r_w, s_scales, full, empty, marks)
             for epilogue, target in zip(self.epilogues, targets, strict=True):
-                epilogue.begin(shared.staging, thread, target)
+                epilogue.begin(shared.staging, thread, target, handed)
             two = len(self.epilogues) == 2
             base, phase, staged = Int32(0), Int32(0), Int32(0)
             word = self._word(s_scales, full, base, phase)
@@ -250,84 +268,109 @@ class GroupedGemm:
             if const_expr(two):
                 if staged == 1:
                     self.epilogues[0].await_free()
+                self.epilogues[0].no_more()
             else:
                 self.epilogues[0].end()
         # A CTA must not go while its partner may still multicast to it or arrive at its barriers.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
-    # A cursor: the next entry of each layer, what stands there, and the second one's reach. All of it was loaded a tile before it is used.
-
     @cute.jit
-    def _enter(self, walk, index) -> Any:
-        """The cursor of cluster `index`."""
-        work, ends, member, _ = walk
-        first, second, reach = Int32(0), Int32(0), Int32(0)
-        if index < ends[0]:
-            first = work[0][index * 2 + member]
-        if const_expr(len(self.epilogues) == 2):
-            if index < ends[1]:
-                second, reach = work[1][index * 2 + member], work[2][index]
-        return index, index, first, second, reach
-
-    @cute.jit
-    def _take(self, walk, cursor) -> Any:
-        """(entry, layer, cursor behind it); layer −1 when there is no more."""
-        work, ends, member, step = walk
-        k1, k2, first, second, reach = cursor
-        mine, layer = first, Int32(0)
-        if (k1 >= ends[0]) & (k2 >= ends[1]):
-            layer = Int32(-1)
-        if const_expr(len(self.epilogues) == 2):
-            if takes_linear2(k1, k2, ends[0], ends[1], 1, reach, NO_LAG):
-                mine, layer = second, Int32(1)
-                k2 += step
-                if k2 < ends[1]:
-                    second, reach = work[1][k2 * 2 + member], work[2][k2]
-        if layer == 0:
-            k1 += step
-            if k1 < ends[0]:
-                first = work[0][k1 * 2 + member]
-        return mine, layer, (k1, k2, first, second, reach)
-
-    @cute.jit
-    def _load(self, sources, slots, s_scales, tile_expert, ready, walk, cursor, full, empty, progress, marks):
-        """One warp: a stage's rows, weight and scales for every step of K of every tile. `progress`: see `send_sm90`."""
-        parts = [self._parts(source, slots) for source in sources]
+    def _load_share(self, source, slots, work, entries, index, given) -> None:
+        """One warp, of one layer: a stage's rows, weight and scales for every step of K of every tile of its share."""
+        table, experts = work
+        member = given[1]
+        parts, step = self._parts(source, slots), cute.arch.grid_dim()[0] // CLUSTER
         stage, phase = Int32(0), Int32(0)
         # What a tile needs to begin is looked up a tile ahead: a look-up would leave the ring to run dry.
-        mine, layer, cursor = self._take(walk, cursor)
-        expert, end, next_end = Int32(0), Int32(0), Int32(0)
-        if layer >= 0:
-            expert = tile_expert[mine >> ROW_SHIFT]
-            if const_expr(self.sender is not None):
-                end = ready[3][mine >> ROW_SHIFT]
-        while layer >= 0:
-            following, next_layer, cursor = self._take(walk, cursor)
-            if const_expr(self.sender is not None):
-                with cute.arch.elect_one():
-                    registers.store_shared_32(progress, cursor[0])
-            next_expert = tile_expert[following >> ROW_SHIFT]
-            if const_expr(self.sender is not None):
-                next_end = ready[3][following >> ROW_SHIFT]
-            given = (s_scales, mine, layer, expert, walk[2], full, empty, stage, phase)
+        mine, following = self._tile(table, index, entries, member), self._tile(table, index + step, entries, member)
+        expert = experts[cutlass.max(mine, 0) >> ROW_SHIFT]
+        while mine >= 0:
+            index += step
+            after = self._tile(table, index + step, entries, member)
+            next_expert = experts[cutlass.max(following, 0) >> ROW_SHIFT]
+            stage, phase = self._load_tile(source, parts, given, mine, expert, stage, phase)
+            mine, following, expert = following, after, next_expert
+        self._end(given, stage, phase)
+
+    @cute.jit
+    def _tile(self, table, index, entries, member) -> Int32:
+        """The tile of an entry; −1 where there is none."""
+        word = Int32(-1)
+        if index < entries:
+            word = table[index * 2 + member]
+        return word
+
+    @cute.jit
+    def _load_taken(self, sources, slots, ready, entry, progress, marks, given) -> None:
+        """One warp, of two layers: the same for every entry that the taker sends. `progress`: see `send_sm90`."""
+        parts = [self._parts(source, slots) for source in sources]
+        stage, phase, turn = Int32(0), Int32(0), Int32(0)
+        mine, expert, end = self._receive(entry, turn, progress)
+        while mine >= 0:
+            turn ^= 1
             if const_expr(self.recorded):
-                spans_sm90.begin(marks[0], spans_sm90.LOADS, mine | layer << LAYER_SHIFT)
-            if const_expr(len(sources) == 2):
-                if layer == 1:
-                    self._wait_ready(ready, mine >> ROW_SHIFT, sources[0][8] // 2)
-                    if const_expr(self.recorded):
-                        spans_sm90.close(marks[0], spans_sm90.LOADS, WAIT_END, marks[1])
-                    stage, phase = self._load_tile(sources[1], parts[1], *given)
-                else:
-                    if const_expr(self.sender is not None):
-                        self._wait_arrived(ready, mine >> ROW_SHIFT, end)
-                    if const_expr(self.recorded):
-                        spans_sm90.close(marks[0], spans_sm90.LOADS, WAIT_END, marks[1])
-                    stage, phase = self._load_tile(sources[0], parts[0], *given)
+                spans_sm90.begin(marks[0], spans_sm90.LOADS, mine)
+            if (mine >> LAYER_SHIFT) & 1 == 1:
+                self._wait_ready(ready, mine >> ROW_SHIFT, sources[0][8] // 2)
+                if const_expr(self.recorded):
+                    spans_sm90.close(marks[0], spans_sm90.LOADS, WAIT_END, marks[1])
+                self._release(entry)
+                stage, phase = self._load_tile(sources[1], parts[1], given, mine, expert, stage, phase)
             else:
-                stage, phase = self._load_tile(sources[0], parts[0], *given)
-            mine, layer, expert, end = following, next_layer, next_expert, next_end
+                if const_expr(self.sender is not None):
+                    self._wait_arrived(ready, mine >> ROW_SHIFT, end)
+                if const_expr(self.recorded):
+                    spans_sm90.close(marks[0], spans_sm90.LOADS, WAIT_END, marks[1])
+                self._release(entry)
+                stage, phase = self._load_tile(sources[0], parts[0], given, mine, expert, stage, phase)
+            mine, expert, end = self._receive(entry, turn, progress)
+        self._end(given, stage, phase)
+
+    @cute.jit
+    def _take(self, counter, work, entries1, entries2, entry) -> None:
+        """One warp of the cluster's first CTA: entries of the list to both loading warps, until there are no more."""
+        slot, barriers = entry
+        lane, phase, mine = cute.arch.lane_idx(), Int32(1), Int32(0)
+        while mine >= 0:
+            cute.arch.mbarrier_wait(barriers + 1, phase)
+            phase ^= 1
+            place = Int32(0)
+            if lane == 0:
+                place = signals.take_gpu(counter.iterator.toint())
+            place = cute.arch.shuffle_sync(place, 0)
+            mine, before, expert, end = Int32(-1), entries1, Int32(0), Int32(0)
+            if place < entries1 + entries2:
+                mine, before, expert, end = load_16(work.iterator.toint() + Int64(place) * 16)
+                if lane == 1:
+                    mine = partner(mine)
+            if lane < CLUSTER:
+                stores.send_16(slot, Int32(barriers.toint()), lane, mine, before, expert, end)
+
+    @cute.jit
+    def _receive(self, entry, turn, progress) -> tuple[Int32, Int32, Int32]:
+        """The next entry: tile, expert, end of its real rows; tile −1 when there are no more."""
+        slot, barriers = entry
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barriers, 16)
+        cute.arch.mbarrier_wait(barriers, turn)
+        mine, before, expert, end = (stores.load_shared(slot + 4 * i) for i in range(4))
+        if const_expr(self.sender is not None):
+            with cute.arch.elect_one():
+                registers.store_shared_32(progress, before)
+        return mine, expert, end
+
+    @cute.jit
+    def _release(self, entry) -> None:
+        """The slot has been read; the taker may take the next entry."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(entry[1] + 1, 0)
+
+    @cute.jit
+    def _end(self, given, stage, phase) -> None:
+        """Tell the math warps that there is no more."""
+        s_scales, _, full, empty = given
         cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
         words = _words(s_scales)
         with cute.arch.elect_one():
@@ -350,19 +393,20 @@ class GroupedGemm:
         ]
 
     @cute.jit
-    def _load_tile(self, source, parts, s_scales, mine, layer, expert, member, full, empty, stage, phase) -> tuple[Int32, Int32]:
+    def _load_tile(self, source, parts, given, mine, expert, stage, phase) -> tuple[Int32, Int32]:
         (load_a, _), (share_a, _), (load_w, _), (share_w, _), a_scales, weight_scales, rows, k_blocks, n_blocks = source
         (to_a, from_a), (to_half, from_half), (to_w, from_w) = parts
+        s_scales, member, full, empty = given
         m, n = mine >> ROW_SHIFT, (mine >> 1) & COLUMN_MASK
         copy_scales = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        both, words, word = cutlass.Int16(3), _words(s_scales), mine | layer << LAYER_SHIFT
+        both, words = cutlass.Int16(3), _words(s_scales)
         w_block = expert * n_blocks + n * 2
         w_scale = expert * k_blocks * n_blocks + n // 2 * 4  # 16 bytes: the scales of this tile and of its neighbour
         for k in cutlass.range(k_blocks, unroll=1):
             cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
             bar = full + stage
             with cute.arch.elect_one():
-                words[WORD, stage] = word  # only the first stage's is read
+                words[WORD, stage] = mine  # only the first stage's is read
                 cute.arch.mbarrier_arrive_and_expect_tx(bar, (TILE_M + TILE_N) * TILE_K + TILE_M * 4 + 16)
             if mine & 1 == 0:
                 cute.copy(load_a, from_a[(None, m, k)], to_a[(None, stage)], tma_bar_ptr=bar)
@@ -391,7 +435,7 @@ class GroupedGemm:
     def _wait_ready(self, ready, m, tiles) -> None:
         """Until Linear-1 has written row tile `m` in all its column tiles."""
         counts, control, call = ready[0], ready[1], ready[2]
-        at, failed = counts.iterator.toint() + Int64(m) * 4, control.iterator.toint() + 8 * FAILED
+        at, failed = counts.iterator.toint() + Int64(1 + m) * 4, control.iterator.toint() + 8 * FAILED
         if signals.wait_count_acquire_gpu(at, Int32(tiles), failed, call[TIMEOUT_NS]) < tiles:
             self._gave_up(ready, LINEAR1)
         cute.arch.fence_proxy("async")
@@ -400,7 +444,7 @@ class GroupedGemm:
     def _wait_arrived(self, ready, m, end) -> None:
         """Until the rows of row tile `m` have come from all ranks; its expert's real rows end at `end`."""
         rows = cutlass.min(end - m * TILE_M, TILE_M)
-        at, failed = ready[4].iterator.toint() + Int64(m) * 4, ready[1].iterator.toint() + 8 * FAILED
+        at, failed = ready[3].iterator.toint() + Int64(m) * 4, ready[1].iterator.toint() + 8 * FAILED
         if signals.wait_count_acquire_sys(at, rows, failed, ready[2][TIMEOUT_NS]) < rows:
             self._gave_up(ready, ARRIVED)
         cute.arch.fence_proxy("async")
@@ -414,18 +458,16 @@ class GroupedGemm:
             signals.store_relaxed_sys(call[STATUS_ADDRESS], status)
 
     @cute.jit
-    def _store(self, ready, walk, cursor) -> None:
+    def _store(self, ready) -> None:
         """One warp: Linear-1 tiles from staging to memory, and the count of what is there."""
-        mine, layer, cursor = self._take(walk, cursor)
-        while layer >= 0:
-            if layer == 0:
-                m = mine >> ROW_SHIFT
-                self.epilogues[0].store_staged(m, (mine >> 1) & COLUMN_MASK)
+        m = Int32(0)
+        while m >= 0:
+            m = self.epilogues[0].store_staged()
+            if m >= 0:
                 cute.arch.fence_proxy("async")
                 cute.arch.sync_warp()
                 if cute.arch.lane_idx() == 0:
-                    signals.count_release_gpu(ready[0].iterator.toint() + Int64(m) * 4)
-            mine, layer, cursor = self._take(walk, cursor)
+                    signals.count_release_gpu(ready[0].iterator.toint() + Int64(1 + m) * 4)
 
     @cute.jit
     def _round(self, last: cutlass.Constexpr[int], fixed, base, phase, m, n, layer) -> None:

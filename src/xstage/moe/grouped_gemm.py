@@ -72,15 +72,15 @@ def plain(
 
 def both(
     a: torch.Tensor, a_scales: torch.Tensor, weight1: torch.Tensor, weight1_scales: torch.Tensor, weight2: torch.Tensor,
-    weight2_scales: torch.Tensor, tile_expert: torch.Tensor, work: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    totals: torch.Tensor, row_weight: torch.Tensor, middle: torch.Tensor, middle_scales: torch.Tensor, row_slot: torch.Tensor,
-    ready: tuple[Any, ...], clamp: float | None = None, layout: BufferLayout | None = None, spans: Spans | None = None,
+    weight2_scales: torch.Tensor, work: torch.Tensor, totals: torch.Tensor, row_weight: torch.Tensor, middle: torch.Tensor,
+    middle_scales: torch.Tensor, row_slot: torch.Tensor, ready: tuple[Any, ...], clamp: float | None = None,
+    layout: BufferLayout | None = None, spans: Spans | None = None,
 ) -> None:  # fmt: skip
     """`swiglu` and `rows` in one kernel.
 
-    work: of Linear-1, of Linear-2, and the reach of the entries of Linear-2 (`xstage.moe.work_table`).
-    ready: (int32 [rows / 128], zeros; control and call words of `xstage.device.meeting`); with a layout, which is `direct`, the kernel
-    also sends this rank's rows, and `ready` goes on with (tile_end, arrived, addresses for `send_sm90.Sender.run`).
+    work: int32 [4 · entries], the list of both layers' entries (`xstage.moe.work_table`).
+    ready: (int32 [1 + rows / 128], zeros; control and call words of `xstage.device.meeting`); with a layout, which is `direct`, the kernel
+    also sends this rank's rows, and `ready` goes on with (arrived, addresses for `send_sm90.Sender.run`).
     spans: records of this call are added to it (`clear` it before); another kernel, which writes them.
     """
     (experts, n1, k1), (_, n2, k2) = weight1.shape, weight2.shape
@@ -95,7 +95,7 @@ def both(
         if len(spans.records) != ctas or spans.records.device != a.device:
             raise XStageError(f"spans: for {len(spans.records)} CTAs on {spans.records.device}; the kernel has {ctas} on {a.device}")
         given = (spans.records.view(-1), spans.capacity)
-    kernel(layers, outputs, tile_expert, work, totals, ready, given, (n1, n2), ctas)
+    kernel(layers, outputs, (work,), totals, ready, given, (n1, n2), ctas)
 
 
 def kernels(
@@ -130,7 +130,7 @@ def _launch(
     if depth != a.shape[1] or columns % 512 or a.shape[0] % 128:
         raise XStageError(f"weight: {tuple(weight.shape)} does not fit rows {tuple(a.shape)}: same K, N a multiple of 512, rows of 128")
     layer = (a, weight.view(experts * columns, depth), a_scales, weight_scales)
-    kernel((layer,), (outputs,), tile_expert, (work,), totals, None, None, (columns,), ctas_of(a.device.index))
+    kernel((layer,), (outputs,), (work, tile_expert), totals, None, None, (columns,), ctas_of(a.device.index))
 
 
 @cache
@@ -174,11 +174,11 @@ def compiled_gemm(kind: str, unroll: int, option: Any = None, layout: BufferLayo
     sender = None if layout is None else Sender(layout)
     ready: Any = (vector(Int32), vector(Int64), vector(Int64)) if kind == "both" else None
     if sender is not None:
-        ready += (vector(Int32), vector(Int32), tuple(Int64(0) for _ in range(5)))
+        ready += (vector(Int32), tuple(Int64(0) for _ in range(5)))
     spans = (vector(Int32), Int32(1)) if recorded else None
-    work = tuple(vector(Int32) for _ in range(3 if kind == "both" else 1))
+    work = (vector(Int32),) if kind == "both" else (vector(Int32), vector(Int32))
     layers = tuple(layer(columns) for _, columns in zip(parts, (columns1, columns2), strict=False))
     return cute.compile(
-        GroupedGemm(parts, STAGES, unroll, count, sender, recorded), layers, outputs, vector(Int32), work, vector(Int32), ready, spans,
+        GroupedGemm(parts, STAGES, unroll, count, sender, recorded), layers, outputs, work, vector(Int32), ready, spans,
         tuple(Int32(512) for _ in parts), Int32(132), make_fake_stream(use_tvm_ffi_env_stream=True), options="--enable-tvm-ffi",
     )  # fmt: skip

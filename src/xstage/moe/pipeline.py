@@ -87,9 +87,8 @@ class KernelPipeline:
             self.linear2(row_slot)
             return
         grouped_gemm.both(
-            e.activations, e.scales, w.w1, w.w1_scales, w.w2, w.w2_scales, e.tile_expert, (e.work1, e.work2, e.reach), e.totals,
-            e.row_weight, self.middle, self.middle_scales, row_slot,
-            (e.ready, e.control, e.call, e.tile_end, e.arrived, e.sends), self.clamp, e.layout, self.spans,
+            e.activations, e.scales, w.w1, w.w1_scales, w.w2, w.w2_scales, e.work, e.totals, e.row_weight, self.middle,
+            self.middle_scales, row_slot, (e.ready, e.control, e.call, e.arrived, e.sends), self.clamp, e.layout, self.spans,
         )  # fmt: skip
 
     def linear1(self) -> None:

@@ -4,7 +4,7 @@
   expert. Sixteen tokens per warp, in order, by `match.any`; no atomics, so places do not depend on timing.
 * `Plan`, one CTA: totals of this rank to every rank, a meeting (`counted`) in its middle, then from the counts of all ranks the first row
   of every expert for this rank's pairs, the tiles of this rank's experts, and the tables of work of both GEMMs. While peers' signals
-  are under way it sums the chunks. Everything is prefix sums and searches; the order of work is `work_table`'s closed form.
+  are under way it sums the chunks. Everything is prefix sums and searches; the order of work is `work_table`'s closed forms.
 
 A pair's row is then `first[expert] + chunk_bases[chunk, expert] + positions[pair]`, which is `routing.place`'s. If the meeting failed, or
 one before it, all `totals` are 0 and nothing else is written.
@@ -27,7 +27,7 @@ from xstage.device.loads import load_4, load_8
 from xstage.device.meeting import PEERS, RANK, Protocol, fake_words
 from xstage.device.stores import store_4, store_8, store_16
 from xstage.moe.layout import CHUNK_TOKENS, COUNTED, ITEM_PAIRS, MAX_EXPERTS
-from xstage.moe.work_table import GROUP_UNITS, TILE_ROWS, WorkOrder, encoded, entries, place
+from xstage.moe.work_table import GROUP_UNITS, LAYER_SHIFT, TILE_ROWS, WorkOrder, encoded, entries, partner, place
 
 WARP_TOKENS = 16
 ENTRIES1, ENTRIES2, TILES, ROWS = 0, 1, 2, 3  # `totals`
@@ -166,7 +166,7 @@ class Plan:
     @cute.jit
     def __call__(
         self, tokens: Int32, chunk_bases: cute.Tensor, first: cute.Tensor, tile_expert: cute.Tensor, tile_end: cute.Tensor,
-        expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, reach: cute.Tensor, ready: cute.Tensor,
+        expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, work: cute.Tensor, ready: cute.Tensor,
         send_first: cute.Tensor, items: cute.Tensor, control: cute.Tensor, call: cute.Tensor, words: cute.Tensor, stream: cuda.CUstream,
     ) -> None:  # fmt: skip
         """Launch.
@@ -176,21 +176,21 @@ class Plan:
             first: int32 [experts]: row, at its owner, of this rank's first pair of each expert.
             tile_expert, tile_end: int32 [tiles]: local expert of a tile, and the end of that expert's real rows.
             expert_counts: int32 [experts of this rank]. totals: int32 [4], see `ENTRIES1` and the others.
-            work1, work2: int32 [2 · entries], see `work_table`.
-            reach: int32 [entries of work2], ready: int32 [tiles], zeroed; both with an order only. So are
+            work1, work2: int32 [2 · entries], see `work_table`; without an order only.
+            work: int32 [4 · entries of both layers], see `work_table`, ready: int32 [1 + tiles], zeroed; both with an order only. So are
             send_first: int32 [experts]: place of this rank's first pair of each expert in the list of pairs to send.
             items: int32 [4 · (1 + items)]: how many there are, and per item place in the list, expert, pairs, row at the expert's rank.
             control, call, words: see `xstage.device.meeting`.
         """
         self.kernel(
-            tokens, chunk_bases, first, tile_expert, tile_end, expert_counts, totals, work1, work2, reach, ready, send_first, items,
+            tokens, chunk_bases, first, tile_expert, tile_end, expert_counts, totals, work1, work2, work, ready, send_first, items,
             control, call, words
         ).launch(grid=(1, 1, 1), block=[self.threads, 1, 1], stream=stream)  # fmt: skip
 
     @cute.kernel
     def kernel(
         self, tokens: Int32, chunk_bases: cute.Tensor, first: cute.Tensor, tile_expert: cute.Tensor, tile_end: cute.Tensor,
-        expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, reach: cute.Tensor, ready: cute.Tensor,
+        expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, work: cute.Tensor, ready: cute.Tensor,
         send_first: cute.Tensor, items: cute.Tensor, control: cute.Tensor, call: cute.Tensor, words: cute.Tensor,
     ):  # fmt: skip
         thread = cute.arch.thread_idx()[0]
@@ -244,7 +244,7 @@ class Plan:
                     items[thread] = Int32(0)
         else:
             self.derive(
-                me, thread, call, first, tile_expert, tile_end, expert_counts, totals, work1, work2, reach, ready, tile_sums, single_sums,
+                me, thread, call, first, tile_expert, tile_end, expert_counts, totals, work1, work2, work, ready, tile_sums, single_sums,
                 unit_first, loads, warp_sums,
             )  # fmt: skip
             if const_expr(self.order is not None):
@@ -337,7 +337,7 @@ class Plan:
     @cute.jit
     def derive(
         self, me: Int32, thread: Int32, call: cute.Tensor, first: cute.Tensor, tile_expert: cute.Tensor, tile_end: cute.Tensor,
-        expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, reach: cute.Tensor, ready: cute.Tensor,
+        expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, work: cute.Tensor, ready: cute.Tensor,
         tile_sums: cute.Tensor, single_sums: cute.Tensor, unit_first: cute.Tensor, loads: cute.Tensor, warp_sums: cute.Tensor,
     ) -> None:  # fmt: skip
         """Everything that follows from the counts of all ranks; thread e works for expert e."""
@@ -379,6 +379,8 @@ class Plan:
             totals[ENTRIES2] = entries(units, single_count, self.columns2)
             totals[TILES] = tile_count
             totals[ROWS] = tile_count * TILE_ROWS
+            if const_expr(self.order is not None):
+                ready[0] = Int32(0)
         cute.arch.sync_threads()
 
         for tile in cutlass.range(thread, tile_count, self.threads, unroll=1):
@@ -386,7 +388,7 @@ class Plan:
             tile_expert[tile] = owner
             tile_end[tile] = (tile_sums[from_me + owner] - tile_base) * TILE_ROWS + loads[owner]
             if const_expr(self.order is not None):
-                ready[tile] = Int32(0)
+                ready[1 + tile] = Int32(0)
         for unit in cutlass.range(thread, units, self.threads, unroll=1):
             owner = self.search(unit_first, Int32(0), unit, self.mine)
             group = unit // GROUP_UNITS * GROUP_UNITS
@@ -400,39 +402,58 @@ class Plan:
             m_tile = tile_sums[from_me + owner] - tile_base + 2 * (unit - unit_first[owner])
             alone = m_tile + 1 == tile_sums[from_me + owner + 1] - tile_base
             group_of = (group, singles_first, group_end - group, singles_end - singles_first)
-            bound = (Int32(0), Int32(0))
-            if const_expr(self.order is not None):
-                wave_end = cutlass.min(unit // self.order.wave_units * self.order.wave_units + self.order.wave_units, units)
+            if const_expr(self.order is None):
+                self.write(work1, 0, unit, singles, group_of, m_tile, alone, None)
+                self.write(work2, 1, unit, singles, group_of, m_tile, alone, None)
+            else:
+                wave = unit // self.order.wave_units * self.order.wave_units
+                wave_end = cutlass.min(wave + self.order.wave_units, units)
+                singles_wave = single_sums[from_me + self.search(unit_first, Int32(0), wave, self.mine)] - single_base
                 singles_wave_end = single_count
                 if wave_end < units:
                     singles_wave_end = single_sums[from_me + self.search(unit_first, Int32(0), wave_end, self.mine)] - single_base
-                bound = (entries(wave_end, singles_wave_end, self.columns1), entries(units, single_count, self.columns1))
-            self.write(work1, self.columns1, unit, singles, group_of, m_tile, alone, None, bound)
-            self.write(work2, self.columns2, unit, singles, group_of, m_tile, alone, reach, bound)
+                # Where the wave begins in Linear-2 and ends in Linear-1, entries of both, expert, end of its rows.
+                common = (
+                    entries(wave, singles_wave, self.columns2), entries(wave_end, singles_wave_end, self.columns1),
+                    entries(units, single_count, self.columns1), entries(units, single_count, self.columns2),
+                    owner, (tile_sums[from_me + owner] - tile_base) * TILE_ROWS + loads[owner],
+                )  # fmt: skip
+                self.write(work, 0, unit, singles, group_of, m_tile, alone, common)
+                self.write(work, 1, unit, singles, group_of, m_tile, alone, common)
 
     @cute.jit
     def write(
-        self, table: cute.Tensor, columns: cutlass.Constexpr[int], unit: Int32, singles: Int32, group, m_tile: Int32, alone, reach, bound
+        self, table: cute.Tensor, layer: cutlass.Constexpr[int], unit: Int32, singles: Int32, group, m_tile: Int32, alone, common
     ) -> None:
-        """The entries of one unit, and with an order their reach, where there is a table. bound: end of the wave, and of all."""
+        """The entries of one unit: in the layer's table, or with an order in the list of both."""
+        columns = self.columns2 if const_expr(layer == 1) else self.columns1
         for n in cutlass.range_constexpr(0, columns, 2):
             even = place(n, unit, singles, group, columns)
             if alone:
-                self.write_entry(table, even, encoded(m_tile, n, 1), encoded(m_tile, n + 1, 1), reach, bound)
+                self.write_entry(table, layer, even, encoded(m_tile, n, 1), common)
             else:
-                self.write_entry(table, even, encoded(m_tile, n, 0), encoded(m_tile + 1, n, 0), reach, bound)
-                odd = place(n + 1, unit, singles, group, columns)
-                self.write_entry(table, odd, encoded(m_tile, n + 1, 0), encoded(m_tile + 1, n + 1, 0), reach, bound)
+                self.write_entry(table, layer, even, encoded(m_tile, n, 0), common)
+                self.write_entry(table, layer, place(n + 1, unit, singles, group, columns), encoded(m_tile, n + 1, 0), common)
 
     @cute.jit
-    def write_entry(self, table: cute.Tensor, index: Int32, a: Int32, b: Int32, reach, bound) -> None:
-        store_8(table.iterator.toint() + Int64(index) * 8, a, b)
-        if const_expr(reach is not None and self.order is not None):
-            wave_end, end = bound
-            farthest = Int32(0)
-            for candidate in self.order.reach(index, wave_end):
-                farthest = cutlass.max(farthest, candidate)
-            reach[index] = cutlass.min(farthest, end)
+    def write_entry(self, table: cute.Tensor, layer: cutlass.Constexpr[int], index: Int32, word: Int32, common) -> None:
+        address = table.iterator.toint()
+        if const_expr(self.order is None):
+            store_8(address + Int64(index) * 8, word, partner(word))
+        else:
+            wave_start, wave_end, end1, end2, owner, end = common
+            if const_expr(layer == 0):
+                before, other = index + 1, end2
+                for candidate in self.order.passed(index, wave_start):
+                    other = cutlass.min(other, candidate)
+                other = cutlass.max(other, 0)
+            else:
+                other = Int32(0)
+                for candidate in self.order.reach(index, wave_end):
+                    other = cutlass.max(other, candidate)
+                other = cutlass.min(other, end1)
+                before = other
+            store_16(address + Int64(index + other) * 16, word | layer << LAYER_SHIFT, before, owner, end)
 
     @cute.jit
     def search(self, sums: cute.Tensor, offset: Int32, value: Int32, size: cutlass.Constexpr[int]) -> Int32:

@@ -8,9 +8,10 @@ lanes a piece at a time in a slot of its own; then one lane, after the warp has 
 
 Who reads: the loading warp of a Linear-1 tile waits until `arrived[tile]` has reached the tile's real rows (`gemm_sm90`).
 
-No warp runs further ahead than `AHEAD` rounds of Linear-1 tiles of its own CTA, as far as they say where the experts' ranks are: rows that
-nobody needs yet would fill the X-Stage, and the stores of Linear-2 would wait for room. Experts that are further than this rank thinks
-must not wait for it, and two ranks could wait for each other: a warp that has seen no progress for `PATIENCE_NS` sends until it sees some.
+No warp runs further than `AHEAD` rounds of Linear-1 tiles ahead of what its CTA loads, as far as that says where the experts' ranks are:
+rows that nobody needs yet would fill the X-Stage, and the stores of Linear-2 would wait for room. Experts that are further than this rank
+thinks must not wait for it, and two ranks could wait for each other: a warp that has seen no progress for `PATIENCE_NS` sends until it sees
+some.
 
 Tried instead (`docs/moe.md`): stores from registers, by one warp and by two; other distances, and none.
 
@@ -34,7 +35,7 @@ from xstage.moe.layout import BufferLayout
 from xstage.moe.spans import SENT, TURN
 
 SLOT_BYTES, MOST_SLOTS = 16 * 1024, 16
-AHEAD, PATIENCE_NS = 4, 100_000
+AHEAD, PATIENCE_NS = 6, 100_000
 _TILE = 128
 
 
@@ -61,7 +62,7 @@ class Sender:
 
         given: addresses of items, pairs, weights (see `plan_sm90`, `exchange_sm90.Stage`), rows in e4m3 and their scales.
         memory: (address of the slots in shared memory, pointer to the mbarriers, one arrival each).
-        pace: (shared address of the CTA's next Linear-1 entry, Linear-1 entries in all, entries of a round).
+        pace: (shared address of a word: Linear-1 entries up to the one that the CTA took last; Linear-1 entries in all; of a round).
         marks: (shared address, capacity) of `spans_sm90`; None: nothing is written down.
         """
         items, pairs, weights, x, x_scales = given

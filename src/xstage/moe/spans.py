@@ -36,6 +36,7 @@ HALF_START, HALF_END, MAIN_END, END = 2, 3, 4, 5
 WAIT_END = 2
 TURN, SENT = 2, 3
 COLUMN_MASK = MAX_COLUMN_TILES - 1
+SPARE_TILES = 16  # of a CTA that takes some while others have not started
 BINS = 120
 EDGES_NS = np.arange(0, 24_001, 250)  # of the distribution of spans; the last bin holds what is longer
 Times = NDArray[np.float64]
@@ -77,11 +78,11 @@ class Spans:
 
 
 def capacity_of(layout: BufferLayout, intermediate: int, ctas: int) -> int:
-    """The most tiles that a CTA can get, or items if they are more."""
+    """Twice a CTA's share of the tiles, which no CTA is fast enough to take, or its items if they are more."""
     tiles, clusters = layout.rows // TILE_ROWS, ctas // 2
     entries = [tiles * columns // TILE_COLUMNS // 2 for columns in (2 * intermediate, layout.hidden)]
     items = layout.max_tokens_per_rank * layout.top_k // ITEM_PAIRS + layout.experts
-    return max(sum(-(-count // clusters) for count in entries), -(-items // ctas))
+    return max(2 * -(-sum(entries) // clusters) + SPARE_TILES, -(-items // ctas))
 
 
 @dataclass(frozen=True)

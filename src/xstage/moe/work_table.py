@@ -1,7 +1,7 @@
 """Which tile of a grouped GEMM comes when: the order of work of kernels that run as clusters of two CTAs.
 
 A tile is `TILE_ROWS` rows of one expert times `TILE_COLUMNS` columns of its weight. An entry of the table is two words, the tile of CTA 0
-and that of CTA 1, each m_tile << 12 | n_tile << 1 | shares_a (bit 11 is free, `gemm_sm90` names a layer there):
+and that of CTA 1, each m_tile << 12 | n_tile << 1 | shares_a (bit 11 is free for a layer):
 
 * Two successive m tiles of one expert are a *unit*: its entries are (m, n) and (m + 1, n), the CTAs share the weight, `shares_a` is 0.
 * An odd last m tile of an expert is a *single* unit: its entries are (m, n) and (m, n + 1) for even n, the CTAs share the rows,
@@ -13,11 +13,11 @@ that a group's rows and a column of weights stay in the L2 cache while they are 
 The position of an entry has a closed form (`entries`, `place`), which the kernel that makes the table on the device uses, one thread per
 unit; `work_table` says the same by counting, and tests hold them together. Nothing here imports torch.
 
-Both layers in one kernel (`WorkOrder`): every cluster walks both tables with the number of clusters as stride, and takes the next Linear-2
-entry as soon as its own Linear-1 cursor has come as far as that entry's *reach* (`walk`, which is `xstage.tile_order`'s rule with entries
-for tiles; there is the argument why no order can deadlock). Walking both tables gives every cluster its share of both layers, whatever the
-order; one list of both, dealt out in turns, would give some only the long tiles. An order is a table of reaches, which has a closed form
-because the layers' entries stand in the ratio columns1 : columns2 in every group:
+Both layers in one kernel (`WorkOrder`): the entries of both tables stand in one list, and clusters take the next one that nobody has taken
+(`gemm_sm90` has the argument why that cannot deadlock). Its order is `xstage.tile_order`'s rule for one instance, with entries for tiles:
+the next Linear-2 entry comes as soon as as many Linear-1 entries stand before it as it asks for, its *reach* (`taken`). So Linear-2 entry
+k2 stands at k2 + reach, and Linear-1 entry k1 at k1 + the number of Linear-2 entries that reach no further than k1. Both have closed forms,
+because the layers' entries stand in the ratio columns1 : columns2 in every group. An order is a table of reaches:
 
 * `interleaved`: k2 · columns1 // columns2 + lead. Linear-2 follows Linear-1 at a fixed distance, in proportion, to the end (Algorithm 1
   with row tiles for rows; the lead is D · columns1 / 2 entries).
@@ -26,6 +26,10 @@ because the layers' entries stand in the ratio columns1 : columns2 in every grou
 
 The lead is at least a group of Linear-1 entries, and so is what `alternating` adds to the proportion: then every reach lies behind all
 Linear-1 entries of its group, hence of its row tile.
+
+An entry of the list is four words (`work_list`): the tile of CTA 0 with the layer in bit 11, from which that of CTA 1 follows (`partner`);
+how many Linear-1 entries there are up to here, itself included; the expert; the end of the expert's real rows. So one load says all that
+a cluster needs to know.
 
 Not covered: odd numbers of column tiles, clusters of another size.
 """
@@ -40,17 +44,23 @@ from xstage.tile_order import LINEAR1, LINEAR2, NO_LAG, takes_linear2
 
 TILE_ROWS, TILE_COLUMNS, GROUP_UNITS = 128, 256, 8
 MAX_COLUMN_TILES, MAX_ROW_TILES = 1 << 10, 1 << 19
+ROW_SHIFT, LAYER_SHIFT, COLUMN_MASK = 12, 11, MAX_COLUMN_TILES - 1  # of a word
 ORDERS = ("interleaved", "alternating", "expert_wave")
 
 
 def encoded(m_tile: Any, n_tile: Any, shares_a: Any) -> Any:
     """One word of an entry. Numbers or the kernel language's."""
-    return m_tile << 12 | n_tile << 1 | shares_a
+    return m_tile << ROW_SHIFT | n_tile << 1 | shares_a
 
 
 def decoded(word: int) -> tuple[int, int, int]:
     """(m_tile, n_tile, shares_a)."""
-    return word >> 12, word >> 1 & 0x3FF, word & 1
+    return word >> ROW_SHIFT, word >> 1 & COLUMN_MASK, word & 1
+
+
+def partner(word: Any) -> Any:
+    """The tile of CTA 1 in the entry in which CTA 0 has `word`: the next column tile where they share the rows, else the next row tile."""
+    return word + (1 << ROW_SHIFT) - (word & 1) * ((1 << ROW_SHIFT) - 2)
 
 
 def entries(units: Any, singles: Any, n_tiles: int) -> Any:
@@ -90,7 +100,7 @@ def work_table(tiles: Sequence[int], n_tiles: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class WorkOrder:
-    """Which layer's entry a cluster takes next.
+    """In which order the entries of both layers are taken.
 
     Attributes:
         name: one of `ORDERS`. columns1, columns2: column tiles of the layers, even. lead: Linear-1 entries, at least `least_lead`;
@@ -129,6 +139,21 @@ class WorkOrder:
             return [proportion + GROUP_UNITS * self.columns1, k2 + self.lead]
         return [proportion + self.lead]
 
+    def passed(self, k1: Any, wave_start: Any) -> list[Any]:
+        """Linear-2 entries before Linear-1 entry k1: the smallest of these, at least 0, at most all; those whose reach is at most k1.
+
+        wave_start: of the entry's wave, in Linear-2. Divisions may round either way below 0.
+        """
+        if self.name == "expert_wave":
+            return [wave_start]
+        if self.name == "alternating":
+            return [self._in_proportion(k1 + 1 - GROUP_UNITS * self.columns1), k1 + 1 - self.lead]
+        return [self._in_proportion(k1 + 1 - self.lead)]
+
+    def _in_proportion(self, k1: Any) -> Any:
+        """Linear-2 entries k2 with k2 · columns1 // columns2 < k1."""
+        return (k1 * self.columns2 + (self.columns1 - 1)) // self.columns1
+
 
 def reaches(tiles: Sequence[int], order: WorkOrder) -> list[int]:
     """Reach of every Linear-2 entry, by counting."""
@@ -143,15 +168,30 @@ def reaches(tiles: Sequence[int], order: WorkOrder) -> list[int]:
     return [min(reach, end) for reach in table]
 
 
-def walk(index: int, instances: int, end1: int, reach: Sequence[int]) -> list[tuple[int, int]]:
-    """What cluster `index` of `instances` does, in order: (layer, entry). end1: Linear-1 entries."""
-    k1 = k2 = index
+def taken(end1: int, reach: Sequence[int]) -> list[tuple[int, int]]:
+    """(layer, entry) of both tables in the order in which they are taken, by the rule. end1: Linear-1 entries."""
+    k1 = k2 = 0
     end2, steps = len(reach), []
     while k1 < end1 or k2 < end2:
         if takes_linear2(k1, k2, end1, end2, 1, reach[k2] if k2 < end2 else 0, NO_LAG):
             steps.append((LINEAR2, k2))
-            k2 += instances
+            k2 += 1
         else:
             steps.append((LINEAR1, k1))
-            k1 += instances
+            k1 += 1
     return steps
+
+
+def work_list(rows: Sequence[int], order: WorkOrder) -> list[tuple[int, int, int, int]]:
+    """The list of both layers' entries, of experts with so many real rows each."""
+    tiles = [-(-count // TILE_ROWS) for count in rows]
+    tables = {LINEAR1: work_table(tiles, order.columns1), LINEAR2: work_table(tiles, order.columns2)}
+    expert = [e for e, count in enumerate(tiles) for _ in range(count)]
+    end = [TILE_ROWS * sum(tiles[:e]) + count for e, count in enumerate(rows)]
+    found, before = [], 0
+    for layer, entry in taken(len(tables[LINEAR1]), reaches(tiles, order)):
+        word = tables[layer][entry][0]
+        before += layer == LINEAR1
+        owner = expert[word >> ROW_SHIFT]
+        found.append((word | (layer == LINEAR2) << LAYER_SHIFT, before, owner, end[owner]))
+    return found
