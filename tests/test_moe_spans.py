@@ -232,7 +232,9 @@ def test_table_charts_and_simulation(tmp_path: Path) -> None:
     settings = {"world": 2, "tokens": 512, "platform": "h200-nvlink4"}
     path.write_text(json.dumps({"study": "moe-spans", "settings": settings, "rows": rows}))
     spans = "5.50 (5.50 … 5.50 … 5.50) | 1.50 (1.50 … 1.50 … 1.50) | 3.67"
-    assert f"| Qwen3-30B, 0.5, expert-wave | {spans} | 18.5 | 11.6, 0.0 | 0.0 | 4.0 | – | 20.0, 5.0 |" in tables.TABLES["moe-spans"](tmp_path)
+    assert f"| Qwen3-30B, 0.5, expert-wave | {spans} | 18.5 | 11.6, 0.0 | 0.0 | 4.0 | – | 20.0, 5.0 |" in tables.TABLES["moe-spans"](
+        tmp_path
+    )
     moe_prediction.annotate(path)
     predicted = json.loads(path.read_text())["rows"][0]["predicted"]
     assert set(predicted) == set(study.ORDERS)
