@@ -55,7 +55,7 @@ def test_a_layer_ahead_of_time(tmp_path: Path) -> None:
 
     made = prebuild(tmp_path, ["Qwen3-30B"], tokens=256, ranks=2, schedules=["auto"])
     kinds = sorted(path.name.rsplit("-", 1)[0] for path in made)
-    assert kinds == ["compiled_count", "compiled_gemm", "compiled_meeting", "compiled_plan", "compiled_reduce", "compiled_stage"]
+    assert kinds == ["compiled_count", "compiled_gemm", "compiled_list", "compiled_meeting", "compiled_plan", "compiled_reduce"]
     for wrong, named in (
         ({"shapes": ["GPT"]}, "GPT"),
         ({"schedules": ["fast"]}, "schedule"),

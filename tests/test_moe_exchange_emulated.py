@@ -119,7 +119,8 @@ class Rank:
         kernel, arguments = launched
         tokens, layout = len(self.given), self.machine.case.layout
         ctas = {
-            "count": -(-tokens // CHUNK_TOKENS), "dispatch": -(-tokens // 8), "stage": -(-tokens // 8), "arrange": layout.rows // TILE_ROWS,
+            "count": -(-tokens // CHUNK_TOKENS), "dispatch": -(-tokens // 8), "list": -(-tokens * layout.top_k // 256),
+            "plan": 1 + (-(-tokens // 32) if layout.direct and not self.machine.case.quantized else 0), "arrange": layout.rows // TILE_ROWS,
             "fetch": layout.rows // 8, "reduce": -(-tokens * layout.hidden // 8 // 256),
         }  # fmt: skip
         return Grid(kernel, max(ctas.get(name, 1), 1), addresses(arguments), self.machine.memory, seed=self.machine.next_seed())

@@ -15,6 +15,7 @@ import pytest
 from xstage.errors import XStageError
 from xstage.moe.exchange import check_layout, scratch_bytes, scratch_shapes
 from xstage.moe.layout import BufferLayout
+from xstage.moe.work_table import WorkOrder
 
 needs_compiler = pytest.mark.skipif(
     any(find_spec(name) is None for name in ("cutlass", "triton")), reason="the kernel packages are not installed"
@@ -24,7 +25,7 @@ QWEN3_30B = BufferLayout(2, 128, 2048, 8, 8192)
 ODD = BufferLayout(3, 12, 1536, 3, 100)
 KERNELS = [
     *(f"{name}-{layout}" for name in ("count", "plan", "dispatch", "quantized", "arrange", "reduce") for layout in ("qwen35", "odd")),
-    "dispatch-qwen3", "narrow-odd", "stage-qwen35", "stage-odd", "staged-odd",
+    "dispatch-qwen3", "narrow-odd", "list-qwen35", "list-odd", "quantizing-qwen35", "quantizing-odd",
 ]  # fmt: skip
 
 
@@ -40,8 +41,16 @@ def code(name: str) -> dict[str, str]:
         "plan": lambda: plan_sm90.compiled_plan(layout.ranks, layout.experts, (0, 4 * layout.experts), 8, 16),
         "dispatch": lambda: exchange_sm90.compiled_dispatch(layout, True, False),
         "quantized": lambda: exchange_sm90.compiled_dispatch(layout, True, True),
-        "stage": lambda: exchange_sm90.compiled_stage(replace(layout, direct=True), True, False),
-        "staged": lambda: exchange_sm90.compiled_stage(replace(layout, direct=True), True, True),
+        "quantizing": lambda: plan_sm90.compiled_plan(
+            layout.ranks,
+            layout.experts,
+            (0, 4 * layout.experts),
+            8,
+            16,
+            WorkOrder.of("interleaved", 8, 16, lead_rows=None, instances=66),
+            layout.hidden,
+        ),
+        "list": lambda: exchange_sm90.compiled_list(replace(layout, direct=True), True),
         "arrange": lambda: exchange_sm90.compiled_arrange(layout),
         "reduce": lambda: exchange_sm90.compiled_reduce(layout, True),
     }[kind]()
@@ -57,7 +66,7 @@ def test_everything_stays_in_registers(name: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", [name for name in KERNELS if not name.startswith("plan")])
+@pytest.mark.parametrize("name", [name for name in KERNELS if not name.startswith(("plan", "quantizing"))])
 def test_only_the_meetings_order_memory(name: str) -> None:
     # A release would wait for remote stores that are under way.
     assert not re.search(r"\.release\.|\.acquire\.|\.sys\b|\b(fence|membar|atom|red)\.", code(name)["ptx"])
@@ -90,16 +99,17 @@ def test_a_row_is_read_once_and_stored_by_16_bytes_to_every_pick(layout: BufferL
 
 @needs_compiler
 @pytest.mark.parametrize("which", ["qwen35", "odd"])
-def test_staged_rows_are_stored_by_16_bytes(which: str) -> None:
-    ptx, sass = code(f"stage-{which}")["ptx"], code(f"stage-{which}")["sass"]
-    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == len(re.findall(r"STG\.E\.128", sass)) == 1
-    assert len(re.findall(r"st\.global\.b32", ptx)) == 2  # place in the list, scale
+def test_rows_are_quantised_beside_the_plan_by_16_bytes(which: str) -> None:
+    ptx = code(f"quantizing-{which}")["ptx"]
+    rows = ptx[ptx.index("ld.global.L1::no_allocate.v4") :]
     assert len(re.findall(r"ld\.global\.L1::no_allocate\.v4", ptx)) == 2
+    assert rows.count("cvt.rn.satfinite.e4m3x2.f32") == ptx.count("cvt.rn.satfinite.e4m3x2.f32") == 8
+    assert "cvt.rn.satfinite" not in code(f"plan-{which}")["ptx"]
 
 
 @needs_compiler
-def test_rows_that_come_in_e4m3_are_only_listed() -> None:
-    ptx = code("staged-odd")["ptx"]
+def test_pairs_are_only_listed() -> None:
+    ptx = code("list-odd")["ptx"]
     assert len(re.findall(r"\bst\.", ptx)) == 1
     assert ".v4" not in ptx
 

@@ -133,10 +133,10 @@ def kernels(
 
     made: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
         (plan_sm90.compiled_count, (layout.experts, layout.top_k, wide)),
-        (plan_sm90.compiled_plan, _plan_options(layout, intermediate, order)),
+        (plan_sm90.compiled_plan, _plan_options(layout, intermediate, order, quantized)),
     ]
     if layout.direct:
-        made.append((exchange_sm90.compiled_stage, (layout, wide, quantized)))
+        made.append((exchange_sm90.compiled_list, (layout, wide)))
     else:
         made += [
             (exchange_sm90.compiled_dispatch, (layout, wide, quantized)), (compiled_meeting, (layout.ranks, DISPATCHED, False)),
@@ -147,10 +147,11 @@ def kernels(
     return [*made, (compiled_meeting, (layout.ranks, COMBINED, True)), (exchange_sm90.compiled_reduce, (layout, wide))]
 
 
-def _plan_options(layout: BufferLayout, intermediate: int, order: WorkOrder | None) -> tuple[Any, ...]:
+def _plan_options(layout: BufferLayout, intermediate: int, order: WorkOrder | None, quantized: bool) -> tuple[Any, ...]:
     columns = (2 * intermediate // TILE_COLUMNS, layout.hidden // TILE_COLUMNS)
     counts = layout.region("counts")
-    return layout.ranks, layout.experts, (counts.offset_bytes, counts.row_bytes), *columns, order
+    quantizes = layout.hidden if layout.direct and not quantized else 0
+    return layout.ranks, layout.experts, (counts.offset_bytes, counts.row_bytes), *columns, order, quantizes
 
 
 class Exchange:
@@ -296,7 +297,7 @@ class Exchange:
 
         layout, tokens, wide = self.layout, len(x), topk_idx.dtype == torch.int64
         count = plan_sm90.compiled_count(layout.experts, layout.top_k, wide)
-        plan = plan_sm90.compiled_plan(*_plan_options(layout, self.intermediate, self.order))
+        plan = plan_sm90.compiled_plan(*_plan_options(layout, self.intermediate, self.order, _ROWS[x.dtype]))
         words = (self.control, self.call, self._signals)
         tiles = (self.tile_expert, self.tile_end, self.expert_counts, self.totals)
         unused = self._zeros
@@ -304,18 +305,18 @@ class Exchange:
             start, end = layout.region("arrived").offset_bytes, layout.region("activations").offset_bytes
             cleared = (self._buffer.addresses[self.rank] + start, end - start)
             orders = (unused, unused, self.work, self.ready, self._send_first, self._items)
-            stage = exchange_sm90.compiled_stage(layout, wide, _ROWS[x.dtype])
+            listing = exchange_sm90.compiled_list(layout, wide)
             rows = (x, x_scales) if x_scales is not None else (self._rows, self._row_scales)
-            addresses = (self._rows.data_ptr(), self._row_scales.data_ptr())
+            quantizing = (x.data_ptr(), self._rows.data_ptr(), self._row_scales.data_ptr())
             self.sends = tuple(t.data_ptr() for t in (self._items, self._pairs, topk_weights, *rows))
             moves = [
-                ("stage", lambda: stage(
-                    x.data_ptr(), topk_idx.data_ptr(), tokens, self._chunk_bases, self._positions, self._send_first, self._pairs,
-                    *addresses, self.control,
+                ("list", lambda: listing(
+                    topk_idx.data_ptr(), tokens, self._chunk_bases, self._positions, self._send_first, self._pairs, self.control,
                 )),
             ]  # fmt: skip
         else:
-            cleared, orders = (0, 0), (self.work1, self.work2, unused, unused, unused, unused)
+            cleared, quantizing = (0, 0), (0, 0, 0)
+            orders = (self.work1, self.work2, unused, unused, unused, unused)
             send = exchange_sm90.compiled_dispatch(layout, wide, _ROWS[x.dtype])
             arrange = exchange_sm90.compiled_arrange(layout)
             meeting = compiled_meeting(self.world, DISPATCHED, False)
@@ -336,7 +337,7 @@ class Exchange:
             ]  # fmt: skip
         return [
             ("count", lambda: count(topk_idx.data_ptr(), tokens, self._chunk_bases, self._positions, *cleared)),
-            ("plan", lambda: plan(tokens, self._chunk_bases, self.first, *tiles, *orders, *words)),
+            ("plan", lambda: plan(tokens, self._chunk_bases, self.first, *tiles, *orders, *quantizing, *words)),
             *moves,
         ]
 

@@ -9,7 +9,7 @@
   weight, and the address of the slot where its result goes.
 * `Reduce`: a token's slots, added in order of picks in float32. A thread adds one 16-byte piece, its loads go out ahead of the sums; the
   piece of a masked pick is a piece of zeros.
-* `Stage`, instead of the first two where the GEMM kernel sends rows itself (`xstage.moe.send_sm90`).
+* `List`, instead of the first two where the GEMM kernel sends rows itself (`xstage.moe.send_sm90`), a pair per thread.
 
 Nothing is stored once a meeting has failed; `Arrange` then sets all `totals` to 0, so that no GEMM runs on rows that did not come.
 
@@ -26,16 +26,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
-from xstage.device.floats import as_float, bf16_pair, e4m3_scale, e4m3x4, finite_magnitude, finite_or_nan, pack_bf16
+from xstage.device.floats import as_float, bf16_pair, pack_bf16
 from xstage.device.kept import kept
 from xstage.device.loads import load_4, load_16, load_16_once
 from xstage.device.meeting import FAILED, PEERS, RANK, fake_words
-from xstage.device.stores import store_4, store_16
+from xstage.device.stores import store_16
 from xstage.moe.layout import CHUNK_TOKENS, BufferLayout
 from xstage.moe.plan_sm90 import TILES, expert_of, fake_int32, load_pick
+from xstage.moe.quantize_sm90 import WARP_COLUMNS, load_quantized
 from xstage.moe.work_table import TILE_ROWS
 
-WARP_COLUMNS = 512  # columns that a warp moves at a time: 16 e4m3 bytes a lane
 _BLOCK = 128  # columns of one scale
 _FLIGHT = 8  # pieces of a row that a lane has under way
 
@@ -145,8 +145,7 @@ class Dispatch(_Kernel):
             if const_expr(self.quantized):
                 piece: Any = load_16_once(x + at)
             else:
-                low, high = load_16_once(x + at * 2), load_16_once(x + at * 2 + 16)
-                piece, scale = self.quantize([bits for word in (*low, *high) for bits in bf16_pair(word)])
+                piece, scale = load_quantized(x + at * 2)
                 if lane % 8 == 0:
                     scales[block * 4 + lane // 8] = scale
             for pick in cutlass.range_constexpr(self.targets):
@@ -166,17 +165,6 @@ class Dispatch(_Kernel):
                     else:
                         four = [scales[piece_index * 4 + j] for j in range(4)]
                     store_16(scales_at + piece_index * 16, *four)
-
-    def quantize(self, values: list[Int32]) -> tuple[list[Int32], Int32]:
-        """Sixteen values of this lane, bits of float32, as four words of e4m3, and the scale of the block that eight lanes share."""
-        largest = finite_magnitude(values[0])
-        for value in values[1:]:
-            largest = cutlass.max(largest, finite_magnitude(value))
-        for distance in (1, 2, 4):
-            largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, distance))
-        scale = e4m3_scale(largest)
-        values = [finite_or_nan(value) for value in values]
-        return [e4m3x4(values[i : i + 4], scale) for i in range(0, 16, 4)], scale
 
 
 class Fetch(_Kernel):
@@ -212,47 +200,39 @@ class Fetch(_Kernel):
         copy_row(here, there, self.hidden, _FLIGHT)
 
 
-class Stage(Dispatch):
-    """Before a kernel that sends rows itself: pairs listed in the order of `Plan.list_sends`, bf16 rows in e4m3. A token per warp."""
+class List(_Kernel):
+    """Before a kernel that sends rows itself: pairs listed in the order of `Plan.list_sends`. A token per warp."""
+
+    def __init__(self, layout: BufferLayout, wide: bool):
+        super().__init__(layout)
+        self.wide = wide
 
     @cute.jit
     def __call__(
-        self, x: Int64, topk_idx: Int64, tokens: Int32, chunk_bases: cute.Tensor, positions: cute.Tensor, send_first: cute.Tensor,
-        pairs: cute.Tensor, rows: Int64, scales: Int64, control: cute.Tensor, stream: cuda.CUstream,
+        self, topk_idx: Int64, tokens: Int32, chunk_bases: cute.Tensor, positions: cute.Tensor, send_first: cute.Tensor,
+        pairs: cute.Tensor, control: cute.Tensor, stream: cuda.CUstream,
     ) -> None:  # fmt: skip
         """Launch.
 
         Args:
             pairs: int32 [tokens · top_k], written: token · top_k + pick.
-            rows, scales: addresses of e4m3 [tokens, hidden] and float32 [tokens, hidden / 128], written unless x comes in e4m3.
         """
-        tokens_per_cta = self.threads // 32
-        ctas = cutlass.max((tokens + (tokens_per_cta - 1)) // tokens_per_cta, 1)
-        self.kernel(x, topk_idx, tokens, chunk_bases, positions, send_first, pairs, rows, scales, control).launch(
+        ctas = cutlass.max((tokens * self.top_k + (self.threads - 1)) // self.threads, 1)
+        self.kernel(topk_idx, tokens, chunk_bases, positions, send_first, pairs, control).launch(
             grid=(ctas, 1, 1), block=[self.threads, 1, 1], stream=stream
         )
 
     @cute.kernel
     def kernel(
-        self, x: Int64, topk_idx: Int64, tokens: Int32, chunk_bases: cute.Tensor, positions: cute.Tensor, send_first: cute.Tensor,
-        pairs: cute.Tensor, rows: Int64, scales: Int64, control: cute.Tensor,
+        self, topk_idx: Int64, tokens: Int32, chunk_bases: cute.Tensor, positions: cute.Tensor, send_first: cute.Tensor,
+        pairs: cute.Tensor, control: cute.Tensor,
     ):  # fmt: skip
-        lane = cute.arch.thread_idx()[0] % 32
-        token = cute.arch.block_idx()[0] * (self.threads // 32) + cute.arch.thread_idx()[0] // 32
-        if (token < tokens) & (control[FAILED] == 0):
-            if lane < self.top_k:
-                pair = token * self.top_k + lane
-                expert = expert_of(load_pick(topk_idx, pair, self.wide), self.experts)
-                if expert < self.experts:
-                    pairs[send_first[expert] + chunk_bases[token // CHUNK_TOKENS * self.experts + expert] + positions[pair]] = pair
-            if const_expr(not self.quantized):
-                for block in cutlass.range(self.hidden // WARP_COLUMNS, unroll=1):
-                    at = Int64(token) * self.hidden + block * WARP_COLUMNS + lane * 16
-                    low, high = load_16_once(x + at * 2), load_16_once(x + at * 2 + 16)
-                    piece, scale = self.quantize([bits for word in (*low, *high) for bits in bf16_pair(word)])
-                    store_16(rows + at, *piece)
-                    if lane % 8 == 0:
-                        store_4(scales + (Int64(token) * self.scales + block * 4 + lane // 8) * 4, scale)
+        pair = cute.arch.block_idx()[0] * self.threads + cute.arch.thread_idx()[0]
+        if (pair < tokens * self.top_k) & (control[FAILED] == 0):
+            expert = expert_of(load_pick(topk_idx, pair, self.wide), self.experts)
+            if expert < self.experts:
+                chunk = pair // self.top_k // CHUNK_TOKENS
+                pairs[send_first[expert] + chunk_bases[chunk * self.experts + expert] + positions[pair]] = pair
 
 
 class Arrange(_Kernel):
@@ -391,12 +371,9 @@ def compiled_fetch(layout: BufferLayout) -> Any:
 
 
 @kept
-def compiled_stage(layout: BufferLayout, wide: bool, quantized: bool) -> Any:
-    """`Stage`; call it with the arguments of `Stage.__call__`, without the stream."""
-    kernel = Stage(layout, wide, quantized)
-    return cute.compile(
-        kernel, Int64(0), Int64(0), Int32(0), *fake_int32(4), Int64(0), Int64(0), *fake_words(1), _stream(), options="--enable-tvm-ffi"
-    )  # fmt: skip
+def compiled_list(layout: BufferLayout, wide: bool) -> Any:
+    """`List`; call it with the arguments of `List.__call__`, without the stream."""
+    return cute.compile(List(layout, wide), Int64(0), Int32(0), *fake_int32(4), *fake_words(1), _stream(), options="--enable-tvm-ffi")
 
 
 @kept

@@ -3,8 +3,9 @@
 * `Count`: per chunk of `CHUNK_TOKENS` tokens, how often each expert is picked, and the place of every pair among the chunk's pairs of its
   expert. Sixteen tokens per warp, in order, by `match.any`; no atomics, so places do not depend on timing.
 * `Plan`, one CTA: totals of this rank to every rank, a meeting (`counted`) in its middle, then from the counts of all ranks the first row
-  of every expert for this rank's pairs, the tiles of this rank's experts, and the tables of work of both GEMMs. While peers' signals
-  are under way it sums the chunks. Everything is prefix sums and searches; the order of work is `work_table`'s closed forms.
+  of every expert for this rank's pairs, the tiles of this rank's experts, the tables of work of both GEMMs, and the list of rows to send.
+  While peers' signals are under way it sums the chunks. Everything is prefix sums and searches; the order of work is `work_table`'s closed
+  form. Where the GEMM kernel is to send rows that come in bfloat16, other CTAs of the kernel quantise them meanwhile.
 
 A pair's row is then `first[expert] + chunk_bases[chunk, expert] + positions[pair]`, which is `routing.place`'s. If the meeting failed, or
 one before it, all `totals` are 0 and nothing else is written.
@@ -27,6 +28,7 @@ from xstage.device.loads import load_4, load_8
 from xstage.device.meeting import PEERS, RANK, Protocol, fake_words
 from xstage.device.stores import store_4, store_8, store_16
 from xstage.moe.layout import CHUNK_TOKENS, COUNTED, ITEM_PAIRS, MAX_EXPERTS
+from xstage.moe.quantize_sm90 import quantize_row
 from xstage.moe.work_table import GROUP_UNITS, LAYER_SHIFT, TILE_ROWS, WorkOrder, encoded, entries, partner, place
 
 WARP_TOKENS = 16
@@ -141,15 +143,25 @@ class Count:
 
 
 class Plan:
-    """One CTA of `MAX_EXPERTS` threads. columns1, columns2: column tiles of the two GEMMs, even. order: of both in one kernel, or None.
+    """CTAs of `MAX_EXPERTS` threads. columns1, columns2: column tiles of the two GEMMs, even. order: of both in one kernel, or None.
+    hidden: columns of the bfloat16 rows that all CTAs but the first quantise; 0: none.
 
     counts: offset of the layout's region, and bytes from one of its rows to the next.
     """
 
     threads = MAX_EXPERTS
 
-    def __init__(self, world: int, experts: int, counts: tuple[int, int], columns1: int, columns2: int, order: WorkOrder | None = None):
-        self.world, self.experts = world, experts
+    def __init__(
+        self,
+        world: int,
+        experts: int,
+        counts: tuple[int, int],
+        columns1: int,
+        columns2: int,
+        order: WorkOrder | None = None,
+        hidden: int = 0,
+    ):
+        self.world, self.experts, self.hidden = world, experts, hidden
         self.counts_offset, self.counts_pitch = counts
         self.columns1, self.columns2 = columns1, columns2
         self.order: Any = order
@@ -167,7 +179,8 @@ class Plan:
     def __call__(
         self, tokens: Int32, chunk_bases: cute.Tensor, first: cute.Tensor, tile_expert: cute.Tensor, tile_end: cute.Tensor,
         expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, work: cute.Tensor, ready: cute.Tensor,
-        send_first: cute.Tensor, items: cute.Tensor, control: cute.Tensor, call: cute.Tensor, words: cute.Tensor, stream: cuda.CUstream,
+        send_first: cute.Tensor, items: cute.Tensor, x: Int64, rows: Int64, scales: Int64, control: cute.Tensor, call: cute.Tensor,
+        words: cute.Tensor, stream: cuda.CUstream,
     ) -> None:  # fmt: skip
         """Launch.
 
@@ -180,20 +193,24 @@ class Plan:
             work: int32 [4 · entries of both layers], see `work_table`, ready: int32 [1 + tiles], zeroed; both with an order only. So are
             send_first: int32 [experts]: place of this rank's first pair of each expert in the list of pairs to send.
             items: int32 [4 · (1 + items)]: how many there are, and per item place in the list, expert, pairs, row at the expert's rank.
+            x, rows, scales: addresses; bfloat16 [tokens, hidden] becomes e4m3 with float32 [tokens, hidden / 128] where `hidden` is not 0.
             control, call, words: see `xstage.device.meeting`.
         """
+        ctas = Int32(1)
+        if const_expr(self.hidden > 0):
+            ctas += (tokens + (self.threads // 32 - 1)) // (self.threads // 32)
         self.kernel(
             tokens, chunk_bases, first, tile_expert, tile_end, expert_counts, totals, work1, work2, work, ready, send_first, items,
-            control, call, words
-        ).launch(grid=(1, 1, 1), block=[self.threads, 1, 1], stream=stream)  # fmt: skip
+            x, rows, scales, control, call, words
+        ).launch(grid=(ctas, 1, 1), block=[self.threads, 1, 1], stream=stream)  # fmt: skip
 
     @cute.kernel
     def kernel(
         self, tokens: Int32, chunk_bases: cute.Tensor, first: cute.Tensor, tile_expert: cute.Tensor, tile_end: cute.Tensor,
         expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, work: cute.Tensor, ready: cute.Tensor,
-        send_first: cute.Tensor, items: cute.Tensor, control: cute.Tensor, call: cute.Tensor, words: cute.Tensor,
+        send_first: cute.Tensor, items: cute.Tensor, x: Int64, rows: Int64, scales: Int64, control: cute.Tensor, call: cute.Tensor,
+        words: cute.Tensor,
     ):  # fmt: skip
-        thread = cute.arch.thread_idx()[0]
         smem = SmemAllocator()
         partial = smem.allocate_tensor(Int32, cute.make_layout(self.threads), byte_alignment=16)
         tile_sums = smem.allocate_tensor(Int32, cute.make_layout(self.experts + 1), byte_alignment=16)
@@ -203,6 +220,27 @@ class Plan:
         loads = smem.allocate_tensor(Int32, cute.make_layout(self.mine), byte_alignment=16)
         warp_sums = smem.allocate_tensor(Int32, cute.make_layout(64), byte_alignment=16)
         refused = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16)
+        memory = (partial, tile_sums, single_sums, pair_sums, unit_first, loads, warp_sums, refused)
+        if cute.arch.block_idx()[0] == 0:
+            self.make(
+                tokens, chunk_bases, first, tile_expert, tile_end, expert_counts, totals, work1, work2, work, ready, send_first, items,
+                control, call, words, memory,
+            )  # fmt: skip
+        else:
+            if const_expr(self.hidden > 0):
+                token = (cute.arch.block_idx()[0] - 1) * (self.threads // 32) + cute.arch.thread_idx()[0] // 32
+                if token < tokens:
+                    quantize_row(x, rows, scales, token, self.hidden)
+
+    @cute.jit
+    def make(
+        self, tokens: Int32, chunk_bases: cute.Tensor, first: cute.Tensor, tile_expert: cute.Tensor, tile_end: cute.Tensor,
+        expert_counts: cute.Tensor, totals: cute.Tensor, work1: cute.Tensor, work2: cute.Tensor, work: cute.Tensor, ready: cute.Tensor,
+        send_first: cute.Tensor, items: cute.Tensor, control: cute.Tensor, call: cute.Tensor, words: cute.Tensor, memory,
+    ) -> None:  # fmt: skip
+        """The plan. memory: shared, of `kernel`."""
+        partial, tile_sums, single_sums, pair_sums, unit_first, loads, warp_sums, refused = memory
+        thread = cute.arch.thread_idx()[0]
         protocol = Protocol(self.world, control, call, words)
         me = Int32(call[RANK])
         expert, part = thread % self.experts, thread // self.experts
@@ -508,9 +546,11 @@ def compiled_count(experts: int, top_k: int, wide: bool) -> Any:
 
 @kept
 def compiled_plan(
-    world: int, experts: int, counts: tuple[int, int], columns1: int, columns2: int, order: WorkOrder | None = None
+    world: int, experts: int, counts: tuple[int, int], columns1: int, columns2: int, order: WorkOrder | None = None, hidden: int = 0
 ) -> Any:  # fmt: skip
     """`Plan`; call it with the arguments of `Plan.__call__`, without the stream."""
-    kernel = Plan(world, experts, counts, columns1, columns2, order)
+    kernel = Plan(world, experts, counts, columns1, columns2, order, hidden)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(kernel, Int32(0), *fake_int32(12), *fake_words(3), stream, options="--enable-tvm-ffi")
+    return cute.compile(
+        kernel, Int32(0), *fake_int32(12), *[Int64(0)] * 3, *fake_words(3), stream, options="--enable-tvm-ffi"
+    )  # fmt: skip
