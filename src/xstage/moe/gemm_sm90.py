@@ -23,6 +23,10 @@ output is ready when `ready[tile]` has counted all its column tiles:
    count added by the math warps, later, it would wait for their next tile's loads, which may wait for another warpgroup's count.
 3. The loading warp of a Linear-2 tile acquires the full count (gpu scope), makes a proxy fence, and lets the copy engine read.
 
+Linear-1's output may take the place of rows that Linear-1 has done with (`BufferLayout.middle`): then the store warp of a tile waits in the
+same way for the row tile whose place it takes, `SPARE_TILES` before it. Its entries stand before this one's in the table, so they wait
+for nothing that waits for this one.
+
 All CTAs are resident, so no order deadlocks (`tile_order`). The wait is bounded, and says so where the meetings of ranks do.
 
 With `spans` every role writes down when its steps began and ended (`spans_sm90`); without, nothing of that is in the machine code.
@@ -70,13 +74,16 @@ ROW_SHIFT, LAYER_SHIFT, COLUMN_MASK = 12, 11, 1023
 class GroupedGemm:
     """epilogues: one of `xstage.moe.epilogues` per layer. stages: of the ring. unroll: stages of a round; divides `stages` and K / 128.
     count: of one layer, the entry of `totals` that counts the work; of two, the first two do. sender: sends rows meanwhile (`send_sm90`),
-    and Linear-1 tiles wait until theirs have arrived; of two layers only. recorded: with spans.
+    and Linear-1 tiles wait until theirs have arrived; of two layers only. recorded: with spans. spare: a row tile of Linear-1's output lies
+    where the rows of the tile so many before it were; 0: in memory of its own.
     """
 
     def __init__(
-        self, epilogues: tuple[Any, ...], stages: int, unroll: int, count: int, sender: Any = None, recorded: bool = False
+        self, epilogues: tuple[Any, ...], stages: int, unroll: int, count: int, sender: Any = None, recorded: bool = False,
+        spare: int = 0,
     ) -> None:  # fmt: skip
         self.epilogues, self.stages, self.unroll, self.count, self.sender = epilogues, stages, unroll, count, sender
+        self.spare = spare
         self.slot_bytes = 16 if sender is None else SLOT_BYTES
         self.recorded, self.state_words = recorded, 1 + spans_sm90.STATE_WORDS if recorded else 1
 
@@ -200,7 +207,7 @@ class GroupedGemm:
                         self.sender.run(ready[5], ready[2], block, cute.arch.grid_dim()[0], memory, pace, marks)
                 if warp == 9:
                     self.epilogues[0].begin(shared.staging, Int32(0), targets[0])
-                    self._store(ready, walk, cursor)
+                    self._store(ready, walk, cursor, sources[0][8] // 2)
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             slice_ = start.get_slice(thread)
@@ -414,12 +421,15 @@ class GroupedGemm:
             signals.store_relaxed_sys(call[STATUS_ADDRESS], status)
 
     @cute.jit
-    def _store(self, ready, walk, cursor) -> None:
-        """One warp: Linear-1 tiles from staging to memory, and the count of what is there."""
+    def _store(self, ready, walk, cursor, tiles) -> None:
+        """One warp: Linear-1 tiles from staging to memory, and the count of what is there. tiles: columns of Linear-1."""
         mine, layer, cursor = self._take(walk, cursor)
         while layer >= 0:
             if layer == 0:
                 m = mine >> ROW_SHIFT
+                if const_expr(self.spare > 0):
+                    if m >= self.spare:
+                        self._wait_ready(ready, m - self.spare, tiles)  # nobody reads those rows any more
                 self.epilogues[0].store_staged(m, (mine >> 1) & COLUMN_MASK)
                 cute.arch.fence_proxy("async")
                 cute.arch.sync_warp()
