@@ -469,3 +469,18 @@ def test_serial_pipeline_in_order(alone: None, monkeypatch: pytest.MonkeyPatch) 
             with pytest.raises(PeerTimeout, match=r"did not arrive$"):
                 moe.check()
     assert steps[-1][0] == "free"
+
+
+def test_memory_of_one_kernel_at_a_published_size() -> None:
+    """Under any routing; the rows between the GEMMs take the place of rows that are done with."""
+    from xstage.moe.shapes import shape
+
+    m = shape("DSv4-Flash")
+    sizes = {
+        "ranks": 2, "num_experts": m.experts, "hidden": m.hidden, "intermediate": m.intermediate, "top_k": m.top_k,
+        "max_tokens_per_rank": 8192,
+    }  # fmt: skip
+    planned = xstage.MegaMoE.plan_bytes(**sizes, mode="fused")
+    assert planned.symmetric + planned.local == pytest.approx(0.90 * 2**30, rel=0.01)
+    wide = xstage.MegaMoE.plan_bytes(**{**sizes, "intermediate": 2 * m.hidden}, mode="fused")
+    assert wide.local - planned.local > 114_560 * 2 * m.hidden  # no room there: memory of its own

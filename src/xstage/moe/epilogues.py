@@ -129,7 +129,8 @@ class SwigluFp8(Epilogue):
     """outputs: (uint8 [rows, N / 2], float32 scales [N / 256, rows], float32 routing weight [rows]).
 
     clamp: gate is bounded above and up on both sides by it; None: neither. handed: staged tiles are handed to a store warp, which
-    calls `store_staged` until there are no more; the math warps call `await_free` before they stage again, and `no_more` at the end.
+    calls `await_staged` and `store_staged` until there are no more; the math warps call `await_free` before they stage again, and
+    `no_more` at the end.
     A word in shared memory says which tile is staged.
     """
 
@@ -171,24 +172,24 @@ class SwigluFp8(Epilogue):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def store_staged(self) -> Int32:
-        """The store warp's part: one tile, until its elements are in memory; its scales were written by the math warps.
-
-        Returns its row tile; −1: there are no more.
-        """
+    def await_staged(self) -> tuple[Int32, Int32]:
+        """The store warp's part: the next tile that the first warpgroup has staged, as row and column tile; −1: there are no more."""
         cute.arch.barrier(barrier_id=STAGED, number_of_threads=160)
         m, n, _ = decoded(load_shared(self.word))
-        if m >= 0:
-            for group in cutlass.range_constexpr(2):
-                if const_expr(group == 1):
-                    cute.arch.barrier(barrier_id=STAGED + group, number_of_threads=160)
-                cute.copy(self.outputs[0], self.source[(None, group)], self.target[(None, m * 2 + group, n)])
-            cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-            for group in cutlass.range_constexpr(2):
-                cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=160)
-            cute.arch.cp_async_bulk_wait_group(0, read=False)
-        return m
+        return m, n
+
+    @cute.jit
+    def store_staged(self, m: Int32, n: Int32) -> None:
+        """That tile, until its elements are in memory; its scales were written by the math warps."""
+        for group in cutlass.range_constexpr(2):
+            if const_expr(group == 1):
+                cute.arch.barrier(barrier_id=STAGED + group, number_of_threads=160)
+            cute.copy(self.outputs[0], self.source[(None, group)], self.target[(None, m * 2 + group, n)])
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        for group in cutlass.range_constexpr(2):
+            cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=160)
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     @cute.jit
     def await_free(self) -> None:

@@ -56,6 +56,7 @@ from xstage.moe.layout import (
     MAX_RANKS,
     PHASES,
     BufferLayout,
+    Region,
 )
 from xstage.moe.work_table import MAX_COLUMN_TILES, MAX_ROW_TILES, TILE_COLUMNS, TILE_ROWS, WorkOrder
 from xstage.symmetric import Agreement, SymmetricBuffer, Watch
@@ -228,9 +229,9 @@ class Exchange:
         self._tokens: int | None = None  # of the call that is under way
         torch.cuda.synchronize(device)
 
-    def view(self, region: str, rank: int | None = None) -> torch.Tensor:
+    def view(self, region: str | Region, rank: int | None = None) -> torch.Tensor:
         """A region of this rank's buffer, or of `rank`'s, [rows, columns] in its dtype."""
-        r = self.layout.region(region)
+        r = self.layout.region(region) if isinstance(region, str) else region
         whole = self._buffer.view(r.offset_bytes, (r.rows, r.row_bytes), torch.uint8, rank)
         return whole[:, : r.columns * ITEM_BYTES[r.dtype]].view(getattr(torch, r.dtype))
 
@@ -302,7 +303,7 @@ class Exchange:
         tiles = (self.tile_expert, self.tile_end, self.expert_counts, self.totals)
         unused = self._zeros
         if layout.direct:
-            start, end = layout.region("arrived").offset_bytes, layout.region("activations").offset_bytes
+            start, end = layout.region("arrived").offset_bytes, layout.region("spare").offset_bytes
             cleared = (self._buffer.addresses[self.rank] + start, end - start)
             orders = (unused, unused, self.work, self.ready, self._send_first, self._items)
             listing = exchange_sm90.compiled_list(layout, wide)

@@ -38,6 +38,9 @@ reach lies behind them), so they are finished, and finished is counted. If it is
 no tile: they are held back for a bounded time only (`send_sm90`). So it can run, and is finished some time. The waits for rows and for
 Linear-1 are bounded all the same, and say so where the meetings of ranks do.
 
+Linear-1's output may take the place of rows that Linear-1 has done with (`BufferLayout.middle`): then the store warp of a tile waits in the
+same way for the row tile whose place it takes, `SPARE_TILES` before it. Its entries stand before this one's in the list.
+
 With `spans` every role writes down when its steps began and ended (`spans_sm90`); without, nothing of that is in the machine code.
 
 Epilogues (`xstage.moe.epilogues`): plain bf16; SwiGLU, routing weight and fp8 again; rows to slots anywhere.
@@ -82,13 +85,16 @@ MATH_REGISTERS, LOAD_REGISTERS = 232, 40
 class GroupedGemm:
     """epilogues: one of `xstage.moe.epilogues` per layer. stages: of the ring. unroll: stages of a round; divides `stages` and K / 128.
     count: of one layer, the entry of `totals` that counts the work; of two, the first two do. sender: sends rows meanwhile (`send_sm90`),
-    and Linear-1 tiles wait until theirs have arrived; of two layers only. recorded: with spans.
+    and Linear-1 tiles wait until theirs have arrived; of two layers only. recorded: with spans. spare: a row tile of Linear-1's output lies
+    where the rows of the tile so many before it were; 0: in memory of its own.
     """
 
     def __init__(
-        self, epilogues: tuple[Any, ...], stages: int, unroll: int, count: int, sender: Any = None, recorded: bool = False
+        self, epilogues: tuple[Any, ...], stages: int, unroll: int, count: int, sender: Any = None, recorded: bool = False,
+        spare: int = 0,
     ) -> None:  # fmt: skip
         self.epilogues, self.stages, self.unroll, self.count, self.sender = epilogues, stages, unroll, count, sender
+        self.spare = spare
         self.slot_bytes = 16 if sender is None else SLOT_BYTES
         self.recorded, self.state_words = recorded, 1 + spans_sm90.STATE_WORDS if recorded else 1
 
@@ -211,7 +217,7 @@ class GroupedGemm:
             if const_expr(len(self.epilogues) == 2):
                 if warp == 9:
                     self.epilogues[0].begin(shared.staging, Int32(0), targets[0], handed)
-                    self._store(ready)
+                    self._store(ready, sources[0][8] // 2)
                 if const_expr(self.sender is not None):
                     if warp == 10:
                         memory = (Int32(shared.slots.data_ptr().toint()), shared.send_barriers.data_ptr())
@@ -458,12 +464,16 @@ class GroupedGemm:
             signals.store_relaxed_sys(call[STATUS_ADDRESS], status)
 
     @cute.jit
-    def _store(self, ready) -> None:
-        """One warp: Linear-1 tiles from staging to memory, and the count of what is there."""
+    def _store(self, ready, tiles) -> None:
+        """One warp: Linear-1 tiles from staging to memory, and the count of what is there. tiles: columns of Linear-1."""
         m = Int32(0)
         while m >= 0:
-            m = self.epilogues[0].store_staged()
+            m, n = self.epilogues[0].await_staged()
             if m >= 0:
+                if const_expr(self.spare > 0):
+                    if m >= self.spare:
+                        self._wait_ready(ready, m - self.spare, tiles)  # nobody reads those rows any more
+                self.epilogues[0].store_staged(m, n)
                 cute.arch.fence_proxy("async")
                 cute.arch.sync_warp()
                 if cute.arch.lane_idx() == 0:

@@ -20,7 +20,7 @@ from xstage.device.kept import kept
 from xstage.errors import XStageError
 from xstage.moe import epilogues
 from xstage.moe.gemm_sm90 import CLUSTER, TILE_K, GroupedGemm
-from xstage.moe.layout import BufferLayout
+from xstage.moe.layout import SPARE_TILES, BufferLayout
 from xstage.moe.send_sm90 import Sender
 from xstage.moe.spans import Spans
 
@@ -84,7 +84,8 @@ def both(
     spans: records of this call are added to it (`clear` it before); another kernel, which writes them.
     """
     (experts, n1, k1), (_, n2, k2) = weight1.shape, weight2.shape
-    kernel = compiled_gemm("both", min(_unroll(a.shape[1]), _unroll(middle.shape[1])), clamp, layout, spans is not None)
+    spare = 0 if layout is None or layout.middle(middle.shape[1]) is None else SPARE_TILES
+    kernel = compiled_gemm("both", min(_unroll(a.shape[1]), _unroll(middle.shape[1])), clamp, layout, spans is not None, spare)
     layers = (
         (a, weight1.view(experts * n1, k1), a_scales, weight1_scales.flatten(2)),
         (middle, weight2.view(experts * n2, k2), middle_scales, weight2_scales),
@@ -105,7 +106,8 @@ def kernels(
     recorded: with spans."""
     first, second = _unroll(hidden), _unroll(intermediate)
     if layout is not None:
-        return [(compiled_gemm, ("both", min(first, second), clamp, layout, recorded))]
+        spare = 0 if layout.middle(intermediate) is None else SPARE_TILES
+        return [(compiled_gemm, ("both", min(first, second), clamp, layout, recorded, spare))]
     return [(compiled_gemm, ("swiglu", first, clamp)), (compiled_gemm, ("rows", second))]
 
 
@@ -141,9 +143,12 @@ def ctas_of(device: int) -> int:
 
 
 @kept
-def compiled_gemm(kind: str, unroll: int, option: Any = None, layout: BufferLayout | None = None, recorded: bool = False) -> Any:
+def compiled_gemm(
+    kind: str, unroll: int, option: Any = None, layout: BufferLayout | None = None, recorded: bool = False, spare: int = 0
+) -> Any:
     """Compiled once per process (about 3 s). option: the clamp of `swiglu`, which table of `plain`. layout: rows are sent too.
-    recorded: with spans, of `both` only."""
+    recorded: with spans, of `both` only. spare: Linear-1's output of a row tile takes the place of the rows so many tiles before it; 0:
+    it has memory of its own."""
     rows, columns1, columns2 = cute.sym_int(divisibility=128), cute.sym_int(divisibility=4), cute.sym_int(divisibility=4)
 
     def matrix(dtype: Any, shape: tuple[Any, ...], divisibility: int) -> Any:
@@ -179,6 +184,6 @@ def compiled_gemm(kind: str, unroll: int, option: Any = None, layout: BufferLayo
     work = (vector(Int32),) if kind == "both" else (vector(Int32), vector(Int32))
     layers = tuple(layer(columns) for _, columns in zip(parts, (columns1, columns2), strict=False))
     return cute.compile(
-        GroupedGemm(parts, STAGES, unroll, count, sender, recorded), layers, outputs, work, vector(Int32), ready, spans,
+        GroupedGemm(parts, STAGES, unroll, count, sender, recorded, spare), layers, outputs, work, vector(Int32), ready, spans,
         tuple(Int32(512) for _ in parts), Int32(132), make_fake_stream(use_tvm_ffi_env_stream=True), options="--enable-tvm-ffi",
     )  # fmt: skip

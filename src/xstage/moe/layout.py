@@ -13,7 +13,8 @@ Regions, in order; each starts at a multiple of 128 bytes, each row at a multipl
 * `activation_scales`, float32 per 128 columns of the row (fp8 only), row-major, so that a row's scales are one contiguous store.
 * Instead of the last three, where rows arrive ready for the GEMMs (`direct`): `arrived`, int32 per tile: rows that have come;
   `row_weight`, float32, and `row_slot`, int64 per row: routing weight, and the address (as this rank sees it) of the slot where the
-  result goes; `activations`; `scales`, float32 [hidden / 128, rows], as the GEMM reads them.
+  result goes; `spare`, `SPARE_TILES` tiles of rows; `activations`; `scales`, float32 [hidden / 128, rows], as the GEMM reads them. What
+  Linear-1 makes of a row lies where `SPARE_TILES` tiles before it a row was that Linear-1 has done with, or in `spare` (`middle`).
 * `staged`, `staged_scales`, with `pull` only: this rank's own rows in e4m3 and their scales, per token, for peers to read.
 * `combine` [max tokens, top_k, hidden]: results come back to the token's own pick. Slots of masked picks are never written or read.
 
@@ -38,6 +39,7 @@ SOURCE_WORDS = 4
 # Limits of the kernels, and the tokens that they count together.
 MAX_RANKS, MAX_PICKS, MAX_EXPERTS = 32, 32, 1024
 CHUNK_TOKENS = 128
+SPARE_TILES = 64  # about four rounds of the machine in Linear-1
 ITEM_PAIRS = 16  # that one warp sends at a time: their scales then are runs of 64 bytes
 # Meetings of a call, in order: counts are known, rows have arrived, results have arrived.
 MEETINGS = ("counted", "dispatched", "combined")
@@ -132,7 +134,8 @@ class BufferLayout:
         if self.direct:
             wanted += [
                 ("arrived", 1, self.rows // self.tile, "int32"), ("row_weight", 1, self.rows, "float32"),
-                ("row_slot", 1, self.rows, "int64"), ("activations", self.rows, self.hidden, element),
+                ("row_slot", 1, self.rows, "int64"), ("spare", SPARE_TILES * self.tile, self.hidden, element),
+                ("activations", self.rows, self.hidden, element),
                 ("scales", blocks, self.rows, "float32"),
             ]  # fmt: skip
         else:
@@ -151,6 +154,12 @@ class BufferLayout:
             regions.append(region)
             offset = _up(offset + region.size_bytes, ALIGNMENT)
         return tuple(regions)
+
+    def middle(self, columns: int) -> Region | None:
+        """Where Linear-1's output of `columns` e4m3 lies, one row per row of `activations`; None: it has no room in their place."""
+        if not self.direct or columns > self.hidden:
+            return None
+        return Region("middle", self.region("spare").offset_bytes, self.rows, columns, ELEMENTS["fp8"][0], self.hidden)
 
     def region(self, name: str) -> Region:
         """A region by name.

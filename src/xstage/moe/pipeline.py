@@ -34,8 +34,8 @@ class KernelPipeline:
 
     Attributes:
         exchange: `xstage.moe.exchange.Exchange`, symmetric memory and work lists. middle: uint8 (e4m3) [rows, intermediate], what enters
-            the second GEMM; middle_scales: float32 [intermediate / 128, rows]. spans: None, or the `xstage.moe.spans.Spans` into which
-            the kernel of both GEMMs records from now on.
+            the second GEMM, in one kernel in the place of rows that the first has done with; middle_scales: float32 [intermediate / 128,
+            rows]. spans: None, or the `xstage.moe.spans.Spans` into which the kernel of both GEMMs records from now on.
 
     All ranks make it together, outside graph capture.
 
@@ -54,7 +54,11 @@ class KernelPipeline:
         self.weights, self.clamp = weights, clamp
         self.spans: Spans | None = None
         self.exchange = Exchange(layout, intermediate=intermediate, group=group, device=device, timeout_s=timeout_s, tag=tag, order=order)
-        self.middle = torch.empty(layout.rows, intermediate, dtype=torch.uint8, device=device)
+        place = layout.middle(intermediate)
+        if place is None:
+            self.middle = torch.empty(layout.rows, intermediate, dtype=torch.uint8, device=device)
+        else:
+            self.middle = self.exchange.view(place).view(torch.uint8)
         self.middle_scales = torch.empty(intermediate // quantize.BLOCK, layout.rows, device=device)
 
     @staticmethod
@@ -62,8 +66,8 @@ class KernelPipeline:
         """Bytes beside the symmetric buffer and the weights. fused: both GEMMs in one kernel."""
         from xstage.moe.exchange import scratch_bytes
 
-        middle = layout.rows * (intermediate + 4 * intermediate // quantize.BLOCK)
-        return scratch_bytes(layout, intermediate, fused) + middle
+        middle = 0 if replace(layout, direct=fused).middle(intermediate) else layout.rows * intermediate
+        return scratch_bytes(layout, intermediate, fused) + middle + layout.rows * 4 * intermediate // quantize.BLOCK
 
     def run(
         self, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
