@@ -3,8 +3,16 @@
 import shutil
 import subprocess
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+# Kernels compile where their packages are: the test environment has them on Linux.
+needs_compiler = pytest.mark.skipif(
+    any(find_spec(name) is None for name in ("cutlass", "triton")), reason="the kernel packages are not installed"
+)
 
 
 def disassembler() -> str:

@@ -11,7 +11,6 @@ import random
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +24,7 @@ from emulated_launch import Array, addresses, emulated
 from emulated_memory import POISON, Memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from machine_code import needs_compiler
 from ptx_interpreter import Grid, run
 
 from xstage.attention import heads as he
@@ -34,9 +34,6 @@ from xstage.attention.layout import SequenceLayout
 from xstage.attention.op import AttentionA2A
 from xstage.errors import XStageError
 
-needs_compiler = pytest.mark.skipif(
-    any(find_spec(n) is None for n in ("cutlass", "triton")), reason="the kernel packages are not installed"
-)
 PATIENT_NS, IMPATIENT_NS = 10**12, 50_000
 
 

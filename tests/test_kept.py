@@ -1,11 +1,11 @@
 """Compiled kernels on disk: found again, made anew when damaged, and a whole layer's ahead of time. Not covered: that they run (GPUs)."""
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from machine_code import needs_compiler
 
-pytestmark = pytest.mark.skipif(any(find_spec(n) is None for n in ("cutlass", "triton")), reason="the kernel packages are not installed")
+pytestmark = needs_compiler
 
 
 def meeting(world: int):  # type: ignore[no-untyped-def]

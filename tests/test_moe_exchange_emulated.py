@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 import torch
 from emulated_launch import Array, addresses, emulated, translated
 from emulated_memory import POISON, Memory
+from machine_code import needs_compiler
 from ptx_interpreter import Grid, Kernel, run
 
 from xstage.moe import quantize, routing
@@ -25,7 +25,7 @@ from xstage.moe.exchange import Exchange, scratch_shapes
 from xstage.moe.layout import CHUNK_TOKENS, COMBINED, COUNTED, DISPATCHED, ITEM_BYTES, ITEM_PAIRS, PHASES, BufferLayout
 from xstage.moe.work_table import TILE_COLUMNS, TILE_ROWS, WorkOrder, work_list, work_table
 
-pytestmark = pytest.mark.skipif(any(find_spec(n) is None for n in ("cutlass", "triton")), reason="the kernel packages are not installed")
+pytestmark = needs_compiler
 
 SIGNATURE, PATIENT_NS, IMPATIENT_NS = 77, 10**12, 50_000
 SENDING_WARPS = 5

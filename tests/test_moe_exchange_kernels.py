@@ -7,19 +7,16 @@ Not covered: that rows arrive (test_moe_exchange_emulated.py, tests/gpu/test_moe
 import re
 from dataclasses import replace
 from functools import cache
-from importlib.util import find_spec
 
 import machine_code
 import pytest
+from machine_code import needs_compiler
 
 from xstage.errors import XStageError
 from xstage.moe.exchange import check_layout, scratch_bytes, scratch_shapes
 from xstage.moe.layout import BufferLayout
 from xstage.moe.work_table import WorkOrder
 
-needs_compiler = pytest.mark.skipif(
-    any(find_spec(name) is None for name in ("cutlass", "triton")), reason="the kernel packages are not installed"
-)
 QWEN35 = BufferLayout(2, 512, 4096, 10, 8192)
 QWEN3_30B = BufferLayout(2, 128, 2048, 8, 8192)
 ODD = BufferLayout(3, 12, 1536, 3, 100)

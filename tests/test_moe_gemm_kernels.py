@@ -7,13 +7,14 @@ that they compute anything (tests/gpu/test_grouped_gemm.py).
 """
 
 import re
-from importlib.util import find_spec
 
+import machine_code
 import pytest
+from machine_code import needs_compiler
 
 from xstage.moe.layout import BufferLayout
 
-pytestmark = pytest.mark.skipif(any(find_spec(n) is None for n in ("cutlass", "triton")), reason="the kernel packages are not installed")
+pytestmark = needs_compiler
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,6 @@ pytestmark = pytest.mark.skipif(any(find_spec(n) is None for n in ("cutlass", "t
     ],
 )  # fmt: skip
 def test_machine_code(kind: str, unroll: int, option: float | None, recorded: bool) -> None:
-    import machine_code
 
     from xstage.moe import grouped_gemm
 
@@ -43,7 +43,6 @@ def test_machine_code(kind: str, unroll: int, option: float | None, recorded: bo
 
 def test_marks_stand_around_the_stores_of_linear2() -> None:
     """Of a Linear-2 tile each half's eight stores lie between two readings of the clock, with no matrix instruction among them."""
-    import machine_code
 
     from xstage.moe import grouped_gemm
 
@@ -61,7 +60,6 @@ def test_marks_stand_around_the_stores_of_linear2() -> None:
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("sizes", [(2, 512, 4096, 10, 8192), (8, 128, 2048, 8, 4096), (3, 12, 1536, 3, 100)])
 def test_sending_fits_into_the_registers_of_loading(sizes: tuple[int, ...], recorded: bool) -> None:
-    import machine_code
 
     from xstage.moe import grouped_gemm
     from xstage.moe.gemm_sm90 import LOAD_REGISTERS

@@ -4,19 +4,17 @@ kernel computes with it (none does).
 
 import math
 import re
-from importlib.util import find_spec
 
+import machine_code
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from machine_code import needs_compiler
 
 from xstage.errors import XStageError
 from xstage.moe import mxfp4
 
-needs_compiler = pytest.mark.skipif(
-    any(find_spec(name) is None for name in ("cutlass", "triton")), reason="the kernel packages are not installed"
-)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -231,7 +229,6 @@ def test_every_code_at_every_place_with_every_shift(normal: bool) -> None:
 
 def instructions(words: int, normal: bool) -> list[str]:
     """Names, without moves of memory and padding."""
-    import machine_code
     from fp4_kernel import compiled_decode
 
     names = re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?\w+\s+)?([A-Z0-9.]+)", machine_code.of(compiled_decode(words, normal))["sass"])

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from machine_code import needs_compiler
 
 from xstage.bench import tables, timing
 from xstage.errors import UnsuitableMachine, XStageError
@@ -121,7 +121,7 @@ def test_memory() -> None:
     assert decode(spans.to_numpy()).whole_ns == 0
 
 
-@pytest.mark.skipif(any(find_spec(n) is None for n in ("cutlass", "triton")), reason="the kernel packages are not installed")
+@needs_compiler
 @pytest.mark.parametrize(("tiles", "capacity"), [(3, 3), (5, 8), (6, 2), (0, 1)])
 def test_marks(tiles: int, capacity: int) -> None:
     """Every record in its place, with its times in order; those that find no room are counted, and nothing lies outside."""

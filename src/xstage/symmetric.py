@@ -278,6 +278,24 @@ def default_device(device: torch.device | str | None, group: dist.ProcessGroup) 
 _numbers: dict[tuple[str, str], itertools.count[int]] = {}
 
 
+def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, or the default one.
+
+    Raises:
+        XStageError: torch.distributed is not initialised.
+    """
+    if not dist.is_initialized():
+        raise XStageError("group: torch.distributed is not initialised (call torch.distributed.init_process_group first)")
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    return group
+
+
+def first_reason(group: dist.ProcessGroup, reasons: Sequence[str]) -> str:
+    """The first rank that has a reason, by its global number, and the reason; empty where none has."""
+    return next((f"rank {ranks_of(group)[rank]}: {reason}" for rank, reason in enumerate(reasons) if reason), "")
+
+
 def next_number(group: dist.ProcessGroup, kind: str) -> int:
     """Objects of a kind are made in the same order on every rank of a group, so this number names one of them on all."""
     return next(_numbers.setdefault((group.group_name, kind), itertools.count(1)))

@@ -41,14 +41,14 @@ import torch
 import torch.distributed as dist
 
 from xstage.attention import serial
+from xstage.attention.arguments import check_options
 from xstage.attention.entry import Entry
 from xstage.attention.layout import SequenceLayout, head_shards, head_table
 from xstage.attention.reference import rows_of
 from xstage.errors import UnsuitableMachine, XStageError
 from xstage.platform import KiB
-from xstage.symmetric import Agreement, SymmetricBuffer, Watch, allocate_together, default_device, next_number, ranks_of
+from xstage.symmetric import Agreement, SymmetricBuffer, Watch, allocate_together, default_device, first_reason, joined, next_number
 
-FALLBACKS = ("serial", "error")
 _SIGNAL_BYTES = 4 * KiB
 _PHASES = ("entered", "done")  # names of `heads_sm90`'s kinds of meetings
 _NAMES = ("q", "k", "v")
@@ -106,18 +106,9 @@ class HeadExchange:
         kv_heads: int | None = None, heads_per_rank: Sequence[int] | None = None, max_batch: int = 1,
         device: torch.device | str | None = None, buffers: int = 2, timeout_s: float = 30.0, fallback: str = "serial",
     ):  # fmt: skip
-        if not dist.is_initialized():
-            raise XStageError("group: torch.distributed is not initialised (call torch.distributed.init_process_group first)")
-        group = dist.group.WORLD if group is None else group
-        assert group is not None
+        group = joined(group)
         self.group, self.rank, self.world = group, group.rank(), group.size()
-        if fallback not in FALLBACKS:
-            raise XStageError(f"fallback: {fallback!r} is not one of {', '.join(FALLBACKS)}")
-        for name, number in (("max_sequence", max_sequence), ("max_batch", max_batch), ("head_dim", head_dim), ("buffers", buffers)):
-            if number < 1:
-                raise XStageError(f"{name}: {number} is less than 1")
-        if not timeout_s > 0:
-            raise XStageError(f"timeout_s: {timeout_s} is not positive")
+        check_options(fallback, timeout_s, max_sequence=max_sequence, max_batch=max_batch, head_dim=head_dim, buffers=buffers)
         self.max_sequence, self.max_batch, self.head_dim, self.dtype = max_sequence, max_batch, head_dim, dtype
         self.heads, self.kv_heads = heads, kv_heads or heads
         self.heads_per_rank, self.kv_heads_per_rank = head_shards(heads, self.kv_heads, self.world, heads_per_rank)
@@ -220,10 +211,9 @@ class HeadExchange:
             self._watch = Watch(self.group, self.tag, self.timeout_s, _PHASES)
             self._signals = self._buffer.view(0, (2 * self.world,), torch.int64)
         reasons = [reason or failure for reason, failure in zip(reasons, failures, strict=True)]
-        bad = [(ranks_of(self.group)[rank], reason) for rank, reason in enumerate(reasons) if reason]
-        if not bad:
+        self.reason = first_reason(self.group, reasons)
+        if not self.reason:
             return "kernel"
-        self.reason = f"rank {bad[0][0]}: {bad[0][1]}"
         if fallback == "error":
             raise UnsuitableMachine(f"the exchange to heads cannot run as one kernel ({self.reason})")
         mode = "push" if self._buffer is not None else "nccl"

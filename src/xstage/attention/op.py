@@ -39,12 +39,13 @@ import torch.distributed as dist
 
 from xstage.attention import layout as lay
 from xstage.attention import reference, serial
+from xstage.attention.arguments import check_options
 from xstage.attention.entry import Entry
-from xstage.attention.heads import FALLBACKS, HeadExchange, aligned, alike
+from xstage.attention.heads import HeadExchange, aligned, alike
 from xstage.attention.layout import SequenceLayout
 from xstage.errors import UnsuitableMachine, XStageError
 from xstage.platform import KiB
-from xstage.symmetric import Agreement, SymmetricBuffer, Watch, allocate_together, default_device, next_number, ranks_of
+from xstage.symmetric import Agreement, SymmetricBuffer, Watch, allocate_together, default_device, first_reason, joined, next_number
 
 STORES = ("owner", "local", "remote")
 LAST_LAUNCHES = ("ahead", "after")
@@ -154,18 +155,9 @@ class AttentionA2A:
         device: torch.device | str | None = None, buffers: int = 2, variant: Variant | None = None, timeout_s: float = 30.0,
         fallback: str = "serial",
     ):  # fmt: skip
-        if not dist.is_initialized():
-            raise XStageError("group: torch.distributed is not initialised (call torch.distributed.init_process_group first)")
-        group = dist.group.WORLD if group is None else group
-        assert group is not None
+        group = joined(group)
         self.group, self.rank, self.world = group, group.rank(), group.size()
-        if fallback not in FALLBACKS:
-            raise XStageError(f"fallback: {fallback!r} is not one of {', '.join(FALLBACKS)}")
-        for name, number in (("max_sequence", max_sequence), ("max_batch", max_batch), ("head_dim", head_dim), ("buffers", buffers)):
-            if number < 1:
-                raise XStageError(f"{name}: {number} is less than 1")
-        if not timeout_s > 0:
-            raise XStageError(f"timeout_s: {timeout_s} is not positive")
+        check_options(fallback, timeout_s, max_sequence=max_sequence, max_batch=max_batch, head_dim=head_dim, buffers=buffers)
         self.heads, self.head_dim, self.dtype, self.max_sequence, self.max_batch = heads, head_dim, dtype, max_sequence, max_batch
         self.heads_per_rank, self.kv_heads_per_rank = lay.head_shards(heads, kv_heads or heads, self.world, heads_per_rank)
         self.max_local_rows = max_local_rows or -(-max_sequence // self.world)
@@ -328,10 +320,9 @@ class AttentionA2A:
             return "reference"
         reasons = self._agreement.reach("ability", _why_not_fused(self.device, self.dtype, self.head_dim, self.world))
         reasons = self._allocate_together(reasons)
-        bad = [(ranks_of(self.group)[rank], reason) for rank, reason in enumerate(reasons) if reason]
-        if not bad:
+        self.reason = first_reason(self.group, reasons)
+        if not self.reason:
             return "fused"
-        self.reason = f"rank {bad[0][0]}: {bad[0][1]}"
         if fallback == "error":
             raise UnsuitableMachine(f"attention + all-to-all cannot run fused ({self.reason})")
         mode = "push" if self._buffer is not None else "nccl"
@@ -556,10 +547,7 @@ def flash_attention_a2a(
     Raises:
         XStageError, UnsuitableMachine, PeerTimeout: see `AttentionA2A`.
     """
-    if not dist.is_initialized():
-        raise XStageError("group: torch.distributed is not initialised (call torch.distributed.init_process_group first)")
-    group = dist.group.WORLD if group is None else group
-    assert group is not None
+    group = joined(group)
     shards = [q.shape[2]] * group.size() if heads_per_rank is None else list(heads_per_rank)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     flat = [] if layout is None else layout.flat

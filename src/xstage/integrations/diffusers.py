@@ -39,7 +39,7 @@ from xstage.attention import serial
 from xstage.attention.layout import SequenceLayout, head_shards
 from xstage.attention.op import AttentionA2A
 from xstage.errors import UnsuitableMachine, XStageError
-from xstage.symmetric import Agreement, next_number
+from xstage.symmetric import Agreement, joined, next_number
 
 try:
     from diffusers.hooks import HookRegistry, ModelHook
@@ -368,8 +368,6 @@ def _to_rows(x: torch.Tensor, rows: Sequence[int], heads: Sequence[int], group: 
 
 
 def _mesh(group: Any, model: Any) -> DeviceMesh:
-    if not dist.is_initialized():
-        raise XStageError("group: torch.distributed is not initialised (call torch.distributed.init_process_group first)")
     if isinstance(group, DeviceMesh):
         names = group.mesh_dim_names or ()
         if group.ndim > 1 and "ulysses" not in names:
@@ -377,7 +375,7 @@ def _mesh(group: Any, model: Any) -> DeviceMesh:
         mesh = group if group.ndim == 1 else group["ulysses"]
     else:
         device = getattr(model, "device", torch.device("cpu"))
-        mesh = DeviceMesh.from_group(dist.group.WORLD if group is None else group, device.type, mesh_dim_names=("ulysses",))
+        mesh = DeviceMesh.from_group(joined(group), device.type, mesh_dim_names=("ulysses",))
     if mesh.size() < 2:
         raise XStageError("group: it has 1 rank; context parallelism needs 2 or more")
     return mesh

@@ -23,7 +23,7 @@ PLATFORM, SMS = "h200-nvlink4", 132
 
 def auto_order(intermediate: int, remote_share: float) -> str:
     """`interleaved` or `expert_wave`, for a share of results that go to other ranks (1 − 1/ranks where picks are even)."""
-    return "interleaved" if burst_ns(remote_share) > linear2_ns(intermediate) else "expert_wave"
+    return "interleaved" if burst_ns(remote_share) > tile_ns(intermediate) else "expert_wave"
 
 
 def burst_ns(remote_share: float) -> float:
@@ -31,9 +31,9 @@ def burst_ns(remote_share: float) -> float:
     return remote_share * SMS * TILE_ROWS * TILE_COLUMNS * 2 / _drain_rate()
 
 
-def linear2_ns(intermediate: int) -> float:
-    """T_L2: time of a Linear-2 tile."""
-    return EPILOGUE_NS + NS_PER_K * intermediate
+def tile_ns(depth: int) -> float:
+    """Time of a tile whose K is `depth`: T_L2 for the intermediate size, T_L1 for the hidden one."""
+    return EPILOGUE_NS + NS_PER_K * depth
 
 
 @cache

@@ -76,20 +76,6 @@ class Epilogue:
     def _meet(self) -> None:
         cute.arch.barrier(barrier_id=MATH + self.group, number_of_threads=128)
 
-    @cute.jit
-    def _stage_bf16(self, sums: cute.Tensor) -> None:
-        """This warp's 16 rows to shared memory as bf16: two boxes of [64 rows, 64 columns] per warpgroup."""
-        lane, row = self.lane, self.row + self.lane % 16
-        for pair in cutlass.range_constexpr(8):
-            at = [((r, 2 * pair + j), 0, 0) for j in range(2) for r in range(2)]
-            words = [pack_bf16(sums[((0, *first), *rest)], sums[((1, *first), *rest)]) for first, *rest in at]
-            registers.store_matrices(self._piece(row, 2 * pair + lane // 16), *words)
-
-    @cute.jit
-    def _piece(self, row: Int32, column: Int32) -> Int32:
-        """Shared address of 16 bytes: row of the warpgroup, column in units of 8 elements."""
-        return self.base + self.group * 16384 + column // 8 * 8192 + row * 128 + ((column % 8) ^ (row % 8)) * 16
-
 
 class Plain(Epilogue):
     """outputs: bf16 [rows, N]."""
@@ -123,6 +109,20 @@ class Plain(Epilogue):
     def end(self) -> None:
         if self.leads:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def _stage_bf16(self, sums: cute.Tensor) -> None:
+        """This warp's 16 rows to shared memory as bf16: two boxes of [64 rows, 64 columns] per warpgroup."""
+        lane, row = self.lane, self.row + self.lane % 16
+        for pair in cutlass.range_constexpr(8):
+            at = [((r, 2 * pair + j), 0, 0) for j in range(2) for r in range(2)]
+            words = [pack_bf16(sums[((0, *first), *rest)], sums[((1, *first), *rest)]) for first, *rest in at]
+            registers.store_matrices(self._piece(row, 2 * pair + lane // 16), *words)
+
+    @cute.jit
+    def _piece(self, row: Int32, column: Int32) -> Int32:
+        """Shared address of 16 bytes: row of the warpgroup, column in units of 8 elements."""
+        return self.base + self.group * 16384 + column // 8 * 8192 + row * 128 + ((column % 8) ^ (row % 8)) * 16
 
 
 class SwigluFp8(Epilogue):

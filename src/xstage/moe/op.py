@@ -43,7 +43,7 @@ from xstage.moe.pipeline import KernelPipeline, TorchPipeline
 from xstage.moe.weights import Weights
 from xstage.moe.weights_mxfp4 import Mxfp4Weights
 from xstage.moe.work_table import TILE_COLUMNS, WorkOrder
-from xstage.symmetric import Agreement, Refusals, default_device, next_number, ranks_of
+from xstage.symmetric import Agreement, Refusals, default_device, first_reason, joined, next_number, ranks_of
 
 MODES = ("fused", "serial", "torch", "reference")
 _WEIGHTS: dict[str, type[Weights] | type[Mxfp4Weights]] = {"fp8": Weights, "mxfp4": Mxfp4Weights}
@@ -105,10 +105,7 @@ class MegaMoE:
         weight_format: str = "fp8", dtype: torch.dtype = torch.bfloat16, device: torch.device | str | None = None,
         timeout_s: float = 30.0, fallback: str = "serial",
     ):  # fmt: skip
-        if not dist.is_initialized():
-            raise XStageError("group: torch.distributed is not initialised (call torch.distributed.init_process_group first)")
-        group = dist.group.WORLD if group is None else group
-        assert group is not None
+        group = joined(group)
         if not (isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf):
             raise XStageError(f"timeout_s: {timeout_s} must be positive and finite")
         self.group, self.rank, self.world = group, group.rank(), group.size()
@@ -287,13 +284,12 @@ class MegaMoE:
             except (UnsuitableMachine, torch.OutOfMemoryError) as error:
                 why = str(error).split("\n", 1)[0]
             reasons = self._agreement.reach("allocation", why)
-        bad = [(ranks_of(self.group)[rank], reason) for rank, reason in enumerate(reasons) if reason]
-        if not bad:
+        self.reason = first_reason(self.group, reasons)
+        if not self.reason:
             return "serial" if self.schedule == "serial" else "fused"
         if self._kernels is not None:
             self._kernels.free()
             self._kernels = None
-        self.reason = f"rank {bad[0][0]}: {bad[0][1]}"
         if fallback == "error":
             raise UnsuitableMachine(f"MegaMoE cannot run its kernels ({self.reason})")
         warnings.warn(f"MegaMoE runs as plain torch with NCCL, which is far slower: {self.reason}", RuntimeWarning, stacklevel=4)

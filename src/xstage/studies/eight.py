@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from xstage.attention.layout import SequenceLayout
-from xstage.moe.auto_order import auto_order, linear2_ns
+from xstage.moe.auto_order import auto_order, tile_ns
 from xstage.moe.shapes import shape
 from xstage.moe.work_table import TILE_COLUMNS, TILE_ROWS
 from xstage.platform import load_platform
@@ -51,7 +51,7 @@ def eight_moe_table(_results: Path) -> str:
         m = shape(name)
         pairs = TOKENS * m.top_k
         tiles1, tiles2 = (pairs / TILE_ROWS * columns / TILE_COLUMNS / platform.sms for columns in (2 * m.intermediate, m.hidden))
-        alone1, alone2 = linear2_ns(m.hidden), linear2_ns(m.intermediate)  # the same line, by K
+        alone1, alone2 = tile_ns(m.hidden), tile_ns(m.intermediate)
         gap = alone2 + tiles1 / tiles2 * alone1
         for ranks in RANKS:
             share = 1 - 1 / ranks

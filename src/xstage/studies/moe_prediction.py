@@ -102,7 +102,7 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def annotate(path: str | Path, platform: str = PLATFORM) -> dict[str, Any]:
-    """Write the prediction into every measured row of a result file, and of `moe_orders` its headline figures; returns the content.
+    """Write the prediction into every measured row of a result file, and its headline figures; returns the content.
 
     Raises:
         XStageError: no such file, or of another study.
@@ -129,6 +129,8 @@ def annotate(path: str | Path, platform: str = PLATFORM) -> dict[str, Any]:
     content["prediction"] = {"platform": platform, "ns_per_k": NS_PER_K, "epilogue_ns": EPILOGUE_NS}
     if content["study"] == "moe":
         content["headline"] = headline(content["rows"]) | figures(content["rows"])
+    else:
+        content["headline"] = moe_spans.headline(content["rows"])
     check_writable(path)
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return content
