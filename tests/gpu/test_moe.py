@@ -158,9 +158,10 @@ def poison(moe: Any) -> None:
         exchange.row_weight,
         exchange.row_slot,
     )
-    work = [exchange.work1, exchange.work2]
     if exchange.order is not None:
         work = [exchange.work, exchange.ready, exchange._rows, exchange._row_scales]
+    else:
+        work = [exchange.work1, exchange.work2]
     for tensor in (pipeline.middle, pipeline.middle_scales, *scratch, *work):
         tensor.view(torch.uint8).fill_(0xFF)
     settle()
