@@ -52,8 +52,8 @@ def products(layer: moe_layer.Layer, peer: Any) -> dict[str, Callable[[], Any]]:
     exchange, held, pipeline = layer.pipeline.exchange, layer.pipeline.weights, layer.pipeline
     expert = exchange.tile_expert[: layer.rows // 128].repeat_interleave(128)
     given = (
-        (exchange.activations, exchange.scales, held.w1, held.w1_scales.flatten(2)),
-        (pipeline.middle, pipeline.middle_scales, held.w2, held.w2_scales),
+        (exchange.activations, exchange.scales, quantize.untiled(held.w1), held.w1_scales.flatten(2)),
+        (pipeline.middle, pipeline.middle_scales, quantize.untiled(held.w2), held.w2_scales),
     )
     made: dict[str, Callable[[], Any]] = {}
     for which, (a, a_scales, w, w_scales) in enumerate(given):
@@ -86,12 +86,13 @@ class Mega:
     def __init__(self, layer: moe_layer.Layer, peer: Any):
         s, held, tokens = layer.shape, layer.pipeline.weights, len(layer.x)
         linear1, linear2 = held.linear1, held.linear2
-        w1, w2 = torch.empty_like(linear1.weight), torch.empty_like(linear2.weight)
-        for e in range(len(w1)):
-            w1[e] = quantize.separate_gate_up(linear1.weight[e])
-            w2[e] = quantize.from_thread_order(linear2.weight[e])
         assert linear1.scales is not None
         assert linear2.scales is not None
+        assert linear1.undo is not None
+        assert linear2.undo is not None
+        w1, w2 = (torch.empty(linear.shape, dtype=linear.weight.dtype, device="cuda") for linear in (linear1, linear2))
+        for e in range(len(w1)):
+            w1[e], w2[e] = linear1.undo(linear1.weight[e]), linear2.undo(linear2.weight[e])
         self.peer, self.out = peer, torch.empty_like(layer.out)
         self.weights = peer.transform_weights_for_mega_moe_sm90((w1, linear1.scales), (w2, linear2.scales.contiguous()))
         self.buffer = peer.get_symm_buffer_for_mega_moe(dist.group.WORLD, s.experts, tokens, s.top_k, s.hidden, s.intermediate)

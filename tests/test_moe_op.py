@@ -231,8 +231,9 @@ def test_weights_lie_in_the_kernels_order(dtype: torch.dtype) -> None:
     w1, w2 = (w.to(torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype) for w in expert_weights())
     (q1, s1), (q2, s2) = quantize.quantize_weights(w1), quantize.quantize_weights(w2)
     weights = loaded(q1, q2, s1, s2) if dtype == torch.float8_e4m3fn else loaded(w1, w2)
-    assert torch.equal(weights.w1, quantize.interleave_gate_up(q1).view(torch.uint8))
-    assert torch.equal(weights.w2, quantize.thread_order(q2).view(torch.uint8))
+    assert torch.equal(weights.w1, quantize.tiled(quantize.interleave_gate_up(q1).view(torch.uint8)))
+    assert torch.equal(weights.w2, quantize.tiled(quantize.thread_order(q2).view(torch.uint8)))
+    assert (weights.linear1.shape, weights.linear2.shape) == (q1.shape, q2.shape)
     assert weights.w1_scales.is_contiguous()
     for block, column in ((0, 0), (0, 1)):
         assert torch.equal(weights.w1_scales[:, column, block, 0], s1[:, block, column])

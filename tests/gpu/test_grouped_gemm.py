@@ -80,6 +80,7 @@ def arguments(p: dict[str, torch.Tensor], order: str = "natural") -> list[torch.
     if order == "gate_up":
         w = quantize.interleave_gate_up(w)
         scales = scales.unflatten(2, (2, -1)).transpose(2, 3).contiguous()
+    w = quantize.tiled(w).contiguous()
     return [p["a"].view(torch.uint8), p["a_scales"].T.contiguous(), w, scales, p["tile_expert"], p["work"], p["totals"]]
 
 

@@ -110,8 +110,8 @@ class GroupedGemm:
         self, layers: Any, outputs: Any, work: Any, totals: cute.Tensor, ready: Any, spans: Any, columns: Any, ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:  # fmt: skip
-        """layers: per layer a uint8 [rows, K], weight uint8 [experts · N, K], a_scales float32 [K / 128, rows], weight_scales float32
-        [experts, K / 128, N / 128]. outputs: what each layer's epilogue takes. columns: N of each layer.
+        """layers: per layer a uint8 [rows, K], weight uint8 [experts · N · K / 128, 128] (`quantize.tiled`), a_scales float32
+        [K / 128, rows], weight_scales float32 [experts, K / 128, N / 128]. outputs: what each layer's epilogue takes. columns: N of each.
         work: of one layer (int32 [2 · entries], its table; int32 [row tiles], their experts); of two (int32 [4 · entries], the list).
         ready: of two layers, (int32 [1 + row tiles], zeros: entries taken, then Linear-1 tiles that are there; control and call words of
             `xstage.device.meeting`); with a sender also (int32 [row tiles]: rows that have arrived; what `Sender.run` is given).
@@ -417,12 +417,12 @@ class GroupedGemm:
             if mine & 1 == 0:
                 cute.copy(load_a, from_a[(None, m, k)], to_a[(None, stage)], tma_bar_ptr=bar)
                 at = (None, stage * 2 + member)
-                cute.copy(share_w, from_w[(None, w_block + member, k)], to_w[at], tma_bar_ptr=bar, mcast_mask=both)
+                cute.copy(share_w, from_w[(None, (w_block + member) * k_blocks + k, 0)], to_w[at], tma_bar_ptr=bar, mcast_mask=both)
             else:
                 at = (None, stage * 2 + member)
                 cute.copy(share_a, from_half[(None, m * 2 + member, k)], to_half[at], tma_bar_ptr=bar, mcast_mask=both)
                 for i in cutlass.range_constexpr(2):
-                    cute.copy(load_w, from_w[(None, w_block + i, k)], to_w[(None, stage * 2 + i)], tma_bar_ptr=bar)
+                    cute.copy(load_w, from_w[(None, (w_block + i) * k_blocks + k, 0)], to_w[(None, stage * 2 + i)], tma_bar_ptr=bar)
             with cute.arch.elect_one():
                 for origin, target, size in (
                     (a_scales.iterator + (k * rows + m * TILE_M), stage * SCALES, TILE_M),

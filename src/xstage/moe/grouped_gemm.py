@@ -37,7 +37,8 @@ def swiglu(
 
     Args:
         a: uint8 (e4m3) [rows, hidden]. a_scales: float32 [hidden / 128, rows].
-        weight: uint8 (e4m3) [experts, 2 · intermediate, hidden], gate and up mixed by `quantize.interleave_gate_up`.
+        weight: uint8 (e4m3) [experts, 2 · intermediate / 128, hidden / 128, 128, 128], gate and up mixed by `quantize.interleave_gate_up`,
+            then `quantize.tiled`.
         weight_scales: float32 [experts, hidden / 128, intermediate / 128, 2]: of 128 gate rows, of 128 up rows.
         tile_expert: int32 [rows / 128]. work, totals: see `xstage.moe.exchange`. row_weight: float32 [rows].
         middle: uint8 (e4m3) [rows, intermediate], written. middle_scales: float32 [intermediate / 128, rows], written.
@@ -57,7 +58,7 @@ def rows(
 ) -> None:  # fmt: skip
     """Linear-2: each row's bf16 result to the address `row_slot` (int64 [rows], 0: nowhere), on this GPU or a peer. Else like `swiglu`.
 
-    weight: uint8 [experts, hidden, intermediate]. weight_scales: float32 [experts, intermediate / 128, hidden / 128].
+    weight: uint8 [experts, hidden / 128, intermediate / 128, 128, 128]. weight_scales: float32 [experts, intermediate / 128, hidden / 128].
     """
     _launch(compiled_gemm("rows", _unroll(a.shape[1])), a, a_scales, weight, weight_scales, tile_expert, work, totals, row_slot)
 
@@ -83,12 +84,11 @@ def both(
     also sends this rank's rows, and `ready` goes on with (arrived, addresses for `send_sm90.Sender.run`).
     spans: records of this call are added to it (`clear` it before); another kernel, which writes them.
     """
-    (experts, n1, k1), (_, n2, k2) = weight1.shape, weight2.shape
     spare = 0 if layout is None or layout.middle(middle.shape[1]) is None else SPARE_TILES
     kernel = compiled_gemm("both", min(_unroll(a.shape[1]), _unroll(middle.shape[1])), clamp, layout, spans is not None, spare)
     layers = (
-        (a, weight1.view(experts * n1, k1), a_scales, weight1_scales.flatten(2)),
-        (middle, weight2.view(experts * n2, k2), middle_scales, weight2_scales),
+        (a, weight1.view(-1, TILE_K), a_scales, weight1_scales.flatten(2)),
+        (middle, weight2.view(-1, TILE_K), middle_scales, weight2_scales),
     )
     outputs = ((middle, middle_scales, row_weight), row_slot)
     ctas, given = ctas_of(a.device.index), None
@@ -96,7 +96,8 @@ def both(
         if len(spans.records) != ctas or spans.records.device != a.device:
             raise XStageError(f"spans: for {len(spans.records)} CTAs on {spans.records.device}; the kernel has {ctas} on {a.device}")
         given = (spans.records.view(-1), spans.capacity)
-    kernel(layers, outputs, (work,), totals, ready, given, (n1, n2), ctas)
+    columns = tuple(weight.shape[1] * TILE_K for weight in (weight1, weight2))
+    kernel(layers, outputs, (work,), totals, ready, given, columns, ctas)
 
 
 def kernels(
@@ -128,10 +129,10 @@ def _launch(
     kernel: Any, a: torch.Tensor, a_scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, tile_expert: torch.Tensor,
     work: torch.Tensor, totals: torch.Tensor, outputs: Any,
 ) -> None:  # fmt: skip
-    experts, columns, depth = weight.shape
+    columns, depth = weight.shape[1] * TILE_K, weight.shape[2] * TILE_K
     if depth != a.shape[1] or columns % 512 or a.shape[0] % 128:
         raise XStageError(f"weight: {tuple(weight.shape)} does not fit rows {tuple(a.shape)}: same K, N a multiple of 512, rows of 128")
-    layer = (a, weight.view(experts * columns, depth), a_scales, weight_scales)
+    layer = (a, weight.view(-1, TILE_K), a_scales, weight_scales)
     kernel((layer,), (outputs,), (work, tile_expert), totals, None, None, (columns,), ctas_of(a.device.index))
 
 
@@ -163,7 +164,7 @@ def compiled_gemm(
 
     def layer(columns: Any) -> Any:
         return (
-            matrix(Uint8, (rows, wide()), 128), matrix(Uint8, (wide(), wide()), 128), matrix(Float32, (cute.sym_int(), rows), 4),
+            matrix(Uint8, (rows, wide()), 128), matrix(Uint8, (wide(), TILE_K), 128), matrix(Float32, (cute.sym_int(), rows), 4),
             matrix(Float32, (cute.sym_int(), cute.sym_int(), columns), 4),
         )  # fmt: skip
 

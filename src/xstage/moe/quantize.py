@@ -125,6 +125,16 @@ def from_thread_order(w: torch.Tensor) -> torch.Tensor:
     return _permuted(w.unflatten(-2, (-1, 4, 4, 2)), (t, q, j, e, columns)).flatten(-5, -2)
 
 
+def tiled(w: torch.Tensor) -> torch.Tensor:
+    """[..., rows, columns] to [..., rows / 128, columns / 128, 128, 128]: what a copy brings at once is one piece of memory."""
+    return w.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK)).transpose(-3, -2)
+
+
+def untiled(w: torch.Tensor) -> torch.Tensor:
+    """The inverse of `tiled`."""
+    return w.transpose(-3, -2).flatten(-2).flatten(-3, -2)
+
+
 def _permuted(w: torch.Tensor, last: tuple[int, ...]) -> torch.Tensor:
     """The last dimensions in another order."""
     return w.permute(*range(w.dim() - len(last)), *last)

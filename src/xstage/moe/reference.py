@@ -37,8 +37,9 @@ class Linear:
     """Weights of one layer of the experts of a rank.
 
     Attributes:
-        weight: [experts, out, in], e4m3 where there are scales. scales: float32 [experts, out / 128, in / 128].
-        undo: where rows of `weight` (not of `scales`) lie as a GEMM wants them: what gives the natural order back; `apply` and `dense` do.
+        weight: [experts, out, in], or as `quantize.tiled` makes it; e4m3 where there are scales. scales: float32 [experts, out / 128,
+            in / 128].
+        undo: where an expert's `weight` (not its `scales`) lies as a GEMM wants it: what gives [out, in] back; `apply` and `dense` do.
     """
 
     weight: torch.Tensor
@@ -59,7 +60,8 @@ class Linear:
     @property
     def shape(self) -> tuple[int, ...]:
         """(experts, out, in)."""
-        return tuple(self.weight.shape)
+        experts, *matrix = self.weight.shape
+        return (experts, *matrix) if len(matrix) == 2 else (experts, matrix[0] * matrix[2], matrix[1] * matrix[3])
 
     def experts(self, start: int, stop: int) -> Linear:
         """Of some of the experts."""

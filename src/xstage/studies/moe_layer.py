@@ -388,8 +388,8 @@ def _launch(steps: Sequence[tuple[str, Callable[[], Any]]]) -> None:
 def _plain_torch(layer: Layer) -> Callable[[], Any]:
     moe, held = layer.moe, layer.pipeline.weights
     dense = []
-    for linear, size in ((held.linear1, held.w1.shape), (held.linear2, held.w2.shape)):
-        w = torch.empty(size, dtype=torch.bfloat16, device=moe.device)
+    for linear in (held.linear1, held.linear2):
+        w = torch.empty(linear.shape, dtype=torch.bfloat16, device=moe.device)
         for e in range(len(w)):
             w[e] = linear.dense(e, torch.bfloat16)
         dense.append(Linear(w))
