@@ -63,7 +63,9 @@ def turn_after(turn: Int32, halves: int) -> Int32:
 
 
 @cute.jit
-def load_codes(tiles: cute.Tensor, tile: Int32, k_blocks: Int32, k: Int32, target: Int32, barrier: Int32, both: cutlass.Constexpr[bool]) -> None:
+def load_codes(
+    tiles: cute.Tensor, tile: Int32, k_blocks: Int32, k: Int32, target: Int32, barrier: Int32, both: cutlass.Constexpr[bool]
+) -> None:
     """One thread: block `k` of tile `tile` to shared memory at `target`; `both`: of either CTA of the cluster."""
     origin = tiles.iterator.toint() + (Int64(tile) * k_blocks + k) * TILE_BYTES
     if const_expr(both):

@@ -128,7 +128,8 @@ class RestingLinear(Mxfp4Linear):
         return experts, rows * BLOCK, columns * BLOCK
 
     def natural(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.scales is not None and self.undo is not None
+        assert self.scales is not None
+        assert self.undo is not None
         words, below = (self.undo(t) for t in mxfp4.from_tiles(self.weight[expert]))
         return words, mxfp4.from_distances(below, self.scales[expert])
 
