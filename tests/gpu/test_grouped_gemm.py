@@ -4,7 +4,8 @@
 
 Covered: the three epilogues, rounds of 4 and 2 stages, one to many experts, empty experts, odd numbers of row tiles, padding rows, a clamp,
 values that are not finite, no work at all, the same bits twice and with spans; weights in MXFP4 (`-k mxfp4`): all epilogues against float64
-of the folded weights, and bitwise what fp8 kernels make of them, blocks far below their tile's largest included. Not covered: speed (`xstage bench moe-layer`).
+of the folded weights, and bitwise what fp8 kernels make of them, blocks far below their tile's largest included. Not covered: speed
+(`xstage bench moe-layer`).
 """
 
 import random

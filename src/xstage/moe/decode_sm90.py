@@ -21,9 +21,9 @@ Decoding warps learn like the math warps from a stage's word that there is no mo
 wait is new to a loading warp but that for more arrivals, decoding warps wait only for what is loaded and for halves that the math warps
 are about to finish, and these for halves in the order in which they are made. So nothing waits in a circle.
 
-A thread has a row of a tile: four blocks of 32 codes, 16 bytes each. A warp's accesses to shared memory hit every bank equally: blocks lie row
-by row (`mxfp4.to_tiles`), and the swizzle puts eight rows' pieces into eight groups of banks. A block's distance gives its table of
-magnitudes: two multiply-adds where that is a normal number, by conversions where a warp has any that is not (`device.fp4`).
+A thread has a row of a tile: four blocks of 32 codes, 16 bytes each. A warp's accesses to shared memory hit every bank equally: blocks
+lie row by row (`mxfp4.to_tiles`), and the swizzle puts eight rows' pieces into eight groups of banks. A block's distance gives its table
+of magnitudes: two multiply-adds where all are normal numbers, by conversions where a warp has any that are not (`device.fp4`).
 
 Not covered: wgmma with the weight in registers, halves of fewer columns for tiles with few rows.
 """

@@ -43,8 +43,8 @@ same way for the row tile whose place it takes, `SPARE_TILES` before it. Its ent
 
 With `spans` every role writes down when its steps began and ended (`spans_sm90`); without, nothing of that is in the machine code.
 
-Weights in MXFP4 (`codes`): stages carry codes, and a fourth warpgroup decodes them into a ring of its own, from which the math warps multiply
-(`decode_sm90`). All else, scales and epilogues included, is the same. Without, nothing of this is in the machine code.
+Weights in MXFP4 (`codes`): stages carry codes, and a fourth warpgroup decodes them into a ring of its own, from which the math warps
+multiply (`decode_sm90`). All else, scales and epilogues included, is the same. Without, nothing of this is in the machine code.
 
 Epilogues (`xstage.moe.epilogues`): plain bf16; SwiGLU, routing weight and fp8 again; rows to slots anywhere.
 
@@ -115,7 +115,8 @@ class GroupedGemm:
         stream: cuda.CUstream,
     ) -> None:  # fmt: skip
         """layers: per layer a uint8 [rows, K], weight uint8 [experts · N, K] (codes: [experts · N / 128, K / 128 · TILE_BYTES]), a_scales
-        float32 [K / 128, rows], weight_scales float32 [experts, K / 128, N / 128]. outputs: what each layer's epilogue takes. columns: N of each layer.
+        float32 [K / 128, rows], weight_scales float32 [experts, K / 128, N / 128]. outputs: what each layer's epilogue takes. columns: N
+        of each layer.
         work: of one layer (int32 [2 · entries], its table; int32 [row tiles], their experts); of two (int32 [4 · entries], the list).
         ready: of two layers, (int32 [1 + row tiles], zeros: entries taken, then Linear-1 tiles that are there; control and call words of
             `xstage.device.meeting`); with a sender also (int32 [row tiles]: rows that have arrived; what `Sender.run` is given).
@@ -162,15 +163,16 @@ class GroupedGemm:
         sources = [self._source(layer, n, slots_a, slots_w, halves_a) for layer, n in zip(layers, columns, strict=True)]
         targets = [epilogue.descriptors(out) for epilogue, out in zip(self.epilogues, outputs, strict=True)]
         self.kernel(sources, targets, work, totals, ready, spans, start, go_on, slots_a, slots_w, halves_a).launch(
-            grid=(ctas, 1, 1), block=[decode_sm90.THREADS if self.codes else THREADS, 1, 1], cluster=(CLUSTER, 1, 1), stream=stream, min_blocks_per_mp=1
-        )
+            grid=(ctas, 1, 1), block=[decode_sm90.THREADS if self.codes else THREADS, 1, 1], cluster=(CLUSTER, 1, 1), stream=stream,
+            min_blocks_per_mp=1,
+        )  # fmt: skip
 
     def _source(self, layer: Any, columns: Any, slots_a: Any, slots_w: Any, halves: Any) -> Any:
         """What the loading warp needs of a layer: copies of whole boxes and of what a cluster shares, scales, sizes."""
         one, shared = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileG2SMulticastOp()
         a, weight = (cute.make_tensor(cute.recast_ptr(t.iterator, dtype=Float8E4M3FN), t.layout) for t in layer[:2])
         box_a, box_w, half = (cute.slice_(layout, (None, None, 0)) for layout in (slots_a, slots_w, halves))
-        copies = (
+        copies: tuple[Any, ...] = (
             cpasync.make_tiled_tma_atom(one, a, box_a, (128, TILE_K)),
             cpasync.make_tiled_tma_atom(shared, a, half, (64, TILE_K), num_multicast=1),
         )  # fmt: skip

@@ -1,4 +1,5 @@
-"""The grouped GEMMs of the layer, fp8 rows with fp8 or MXFP4 weights, to call: argument checks of shapes, one compilation per configuration, launches on torch's stream.
+"""The grouped GEMMs of the layer, fp8 rows with fp8 or MXFP4 weights, to call: argument checks of shapes, one compilation per
+configuration, launches on torch's stream.
 
 A weight is e4m3, [experts, N, K], or tiles of MXFP4 as they rest, [experts, N / 128, K / 128, `mxfp4.TILE_BYTES`] (`weights_mxfp4`);
 what it is decides which kernel runs. Scales of 128 × 128 are the same.
