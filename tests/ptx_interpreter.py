@@ -202,6 +202,8 @@ def _action(words: list[str], arguments: list[str]) -> str:
     match words:
         case ["match", "any", "sync", "b32"] if arguments[2] == "-1":
             return f"{to} = yield 'match', {a}"
+        case ["vote", "sync", "any", "pred"] if arguments[2] == "-1":
+            return f"{to} = yield 'any', {a}"
         case ["shfl", "sync", "up" | "bfly" | "idx" as mode, "b32"] if arguments[3:] == ["0" if mode == "up" else "31", "-1"]:
             return f"{to} = yield '{mode}', {a}, {b}"
         case ["mov", _] if arguments[0][0] == "{":
@@ -410,6 +412,8 @@ class Grid:
 def _collective(kind: str, lane: int, wait: Any, waits: Sequence[Any]) -> int:
     if kind == "match":
         return sum(1 << other for other in range(32) if waits[other][1] == wait[1])
+    if kind == "any":
+        return int(any(other[1] for other in waits))
     source = {"bfly": lane ^ wait[-1], "up": lane - wait[-1] if lane >= wait[-1] else lane, "idx": wait[-1] % 32}[kind]
     return int(waits[source][1])
 

@@ -76,3 +76,42 @@ def test_sending_fits_into_the_registers_of_loading(sizes: tuple[int, ...], reco
     assert re.search(r"\bRED\S*\.SYS\b", loading)
     assert not re.search(r"\b(LDL|STL)\b", loading)
     assert max(int(number) for number in re.findall(r"\bR(\d+)\b", loading)) < LOAD_REGISTERS
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "sizes", "recorded"),
+    [
+        ("plain", 0, None, False), ("rows", None, None, False), ("swiglu", 7.0, None, False), ("both", None, None, False),
+        ("both", None, (2, 512, 4096, 10, 8192), False), ("both", None, (2, 512, 4096, 10, 8192), True),
+    ],
+)  # fmt: skip
+def test_machine_code_with_codes(kind: str, option: float | None, sizes: tuple[int, ...] | None, recorded: bool) -> None:
+    """Weights in MXFP4: as many matrix instructions, codes by multicast, and every warpgroup within its registers."""
+
+    from xstage.moe import decode_sm90, grouped_gemm
+    from xstage.moe.gemm_sm90 import LOAD_REGISTERS
+
+    layout = None if sizes is None else BufferLayout(*sizes, direct=True)
+    code = machine_code.of(grouped_gemm.compiled_gemm(kind, 2, option, layout, recorded, 0, True))["sass"]
+    rounds = 3 if kind == "both" else 2
+    assert len(re.findall(r"QGMMA\.64x128x32", code)) == rounds * 2 * 8
+    assert len(re.findall(r"gsb0", code)) == rounds * 2 * 4, "ptxas serialised the matrix instructions"
+    assert len(re.findall(r"UBLKCP\S*MULTICAST", code)) >= 1
+    starts = [found.start() for found in re.finditer(r"USETMAXREG", code)]
+    assert len(starts) == 3
+    loading, decoding, math = (code[a:b] for a, b in zip(starts, [*starts[1:], None], strict=True))
+    assert 128 * (LOAD_REGISTERS + decode_sm90.DECODE_REGISTERS + 2 * decode_sm90.MATH_REGISTERS) <= 65536
+    for part, registers in ((loading, LOAD_REGISTERS), (decoding, decode_sm90.DECODE_REGISTERS), (math, decode_sm90.MATH_REGISTERS)):
+        assert f"0x{registers:x}" in part[: part.index(";")]
+        assert max(int(number) for number in re.findall(r"\bR(\d+)\b", part)) < registers
+    for part in (loading, decoding):
+        assert "QGMMA" not in part
+        assert not re.search(r"\b(LDL|STL)\b", part)
+    assert "UBLKCP" in loading
+    # Of both tiles of a stage, with tables by multiply-adds and by conversions: 16 words of eight codes a thread, two permutations each.
+    assert len(re.findall(r"\bPRMT\b", decoding)) >= 2 * 2 * 16 * 2
+    assert len(re.findall(r"STS\.128", decoding)) == 2 * 2 * 8
+    assert len(re.findall(r"F2FP", decoding)) == 2 * 4 * 4
+    # Not in the loop over K: its four halves are the first.
+    assert not re.search(r"\b(LDL)\b", math[: [found.start() for found in re.finditer("gsb0", math)][7]])
+    assert len(re.findall(r"\b(?:LDL|STL)\b", math)) <= 24

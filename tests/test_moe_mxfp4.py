@@ -250,3 +250,27 @@ def test_a_table_of_normal_numbers_needs_no_conversion() -> None:
     assert not [name for name in few if name.startswith(("F2FP", "ISETP"))]
     assert [name.split(".")[0] for name in more].count("F2FP") == 4
     assert len(more) - len(few) <= 16
+
+
+@needs_compiler
+@pytest.mark.parametrize("spread", [11, 12, 30])
+def test_tiles_decode_to_what_the_matrix_unit_reads(spread: int) -> None:
+    """By the code of the decoding warps: e4m3 as `fold` makes it, rows of 128 bytes whose 16-byte pieces are swizzled by the row."""
+    from decode_kernel import compiled_decode_tiles
+    from emulated_launch import Array, translated
+    from emulated_memory import Memory
+    from ptx_interpreter import Grid, run
+
+    packed, scales = random_packed(128, 256, spread, spread, 100)
+    scales[0, ::4] = 100 + spread  # every distance occurs, and in some warps only short ones
+    scales[32:64] = 100 + spread - torch.arange(8) % 4
+    packed[70, :16], scales[70, 0] = 0x80, 254
+    tiles = mxfp4.to_tiles(mxfp4.to_words(packed), mxfp4.distances(scales, mxfp4.tile_scales(packed, scales)))[0]
+    memory = Memory(1 << 20)
+    source, out = Array.of(memory, tiles), Array(memory, (2, 128, 8, 16), torch.uint8)
+    run([[Grid(translated(compiled_decode_tiles()), 2, [source.address, out.address], memory)]])
+    row, piece = torch.arange(128)[:, None], torch.arange(8)
+    for k in range(2):
+        plain = out.value[k][row, piece ^ row % 8].flatten(1)
+        expected, _ = mxfp4.fold(packed, scales)
+        assert torch.equal(plain, expected.view(torch.uint8)[:, 128 * k : 128 * k + 128])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import xstage
 from xstage.errors import PeerTimeout, UnsuitableMachine, XStageError
-from xstage.moe import mxfp4, quantize, reference, routing
+from xstage.moe import mxfp4, op, quantize, reference, routing
 from xstage.moe.layout import BufferLayout
 from xstage.moe.pipeline import KernelPipeline, TorchPipeline
 from xstage.moe.reference import Linear, Mxfp4Linear
@@ -354,14 +354,15 @@ def test_mxfp4_takes_half_the_memory() -> None:
     assert mx.weights / fp8.weights == pytest.approx(0.5314, abs=1e-4)
     assert mx.symmetric == fp8.symmetric
     for mode in ("fused", "serial"):
-        with pytest.raises(XStageError, match=f"weight_format: mxfp4 has no kernel yet, so no mode '{mode}'"):
-            xstage.MegaMoE.plan_bytes(**shape, mode=mode, weight_format="mxfp4")
+        one, other = (xstage.MegaMoE.plan_bytes(**shape, mode=mode, weight_format=name) for name in ("fp8", "mxfp4"))
+        assert (one.symmetric, one.local) == (other.symmetric, other.local)
+        assert other.weights == mx.weights
     with pytest.raises(XStageError, match="weight_format: 'int4' is not one of fp8, mxfp4"):
         xstage.MegaMoE.plan_bytes(**shape, weight_format="int4")
 
 
-def test_no_kernel_takes_mxfp4(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On any GPU, Hopper too, the layer says that it runs as plain torch, and why; or refuses. What it then runs, here on a CPU."""
+def test_mxfp4_where_kernels_cannot_run(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer says that it runs as plain torch, and why; or refuses. What it then runs, here on a CPU."""
     small = {"num_experts": EXPERTS, "hidden": HIDDEN, "intermediate": INTERMEDIATE, "top_k": TOP_K, "max_tokens_per_rank": MOST}
     w1, w2 = expert_weights()
     parts = tokens_of(0, 20, "any", 1, 8)
@@ -370,11 +371,12 @@ def test_no_kernel_takes_mxfp4(alone: None, monkeypatch: pytest.MonkeyPatch) -> 
         expected = moe(*parts)
         with monkeypatch.context() as on_a_gpu:
             on_a_gpu.setattr(moe, "device", torch.device("cuda"))
-            with pytest.warns(RuntimeWarning, match="plain torch with NCCL.*: rank 0: weight_format: mxfp4 has no kernel yet"):
+            on_a_gpu.setattr(op, "_why_not_kernels", lambda device, layout, intermediate: "not a Hopper GPU")
+            with pytest.warns(RuntimeWarning, match="plain torch with NCCL.*: rank 0: not a Hopper GPU"):
                 assert moe._choose_mode("serial") == "torch"
-            with pytest.raises(UnsuitableMachine, match="weight_format: mxfp4 has no kernel yet"):
+            with pytest.raises(UnsuitableMachine, match="not a Hopper GPU"):
                 moe._choose_mode("error")
-        assert moe.reason == "rank 0: weight_format: mxfp4 has no kernel yet"
+        assert moe.reason == "rank 0: not a Hopper GPU"
         exact = reference.moe(*parts, Linear(w1.double()), Linear(w2.double()), precision="float64")
         with monkeypatch.context() as on_a_gpu:
             on_a_gpu.setattr(moe, "mode", "torch")

@@ -41,13 +41,18 @@ def loaded(*arguments: torch.Tensor) -> Mxfp4Weights:
 def test_packed_weights_are_kept_bit_for_bit(e8m0: bool) -> None:
     q1, q2, s1, s2 = packed()
     weights = loaded(q1, q2, *((s1.view(torch.float8_e8m0fnu), s2.view(torch.float8_e8m0fnu)) if e8m0 else (s1, s2)))
-    for rows, codes, blocks, scales, (q, s), undo in (
-        (2 * INTERMEDIATE, weights.w1, weights.w1_blocks, weights.w1_scales, (q1, s1), quantize.separate_gate_up),
-        (HIDDEN, weights.w2, weights.w2_blocks, weights.w2_scales, (q2, s2), quantize.from_thread_order),
+    for rows, tiles, linear, scales, (q, s), undo in (
+        (2 * INTERMEDIATE, weights.w1, weights.linear1, weights.w1_scales, (q1, s1), quantize.separate_gate_up),
+        (HIDDEN, weights.w2, weights.linear2, weights.w2_scales, (q2, s2), quantize.from_thread_order),
     ):
-        assert codes.shape[1] == rows
-        assert torch.equal(mxfp4.from_words(undo(codes)), q)
-        assert torch.equal(undo(blocks), s)
+        assert tiles.shape[1] == rows // 128
+        words, below = mxfp4.from_tiles(tiles)
+        assert torch.equal(mxfp4.to_tiles(words, below), tiles)
+        assert torch.equal(mxfp4.from_words(undo(words)), q)
+        for expert in range(EXPERTS):
+            natural = linear.natural(expert)
+            assert torch.equal(mxfp4.from_words(natural[0]), q[expert])
+            assert torch.equal(natural[1], s[expert])
         assert scales.is_contiguous()
     # Scales of tiles lie as those of fp8 weights: K first, gate and up of the same outputs side by side.
     tiles = mxfp4.tile_scales(q1, s1)
@@ -73,18 +78,19 @@ def test_dense_weights_are_quantised_once(dtype: torch.dtype) -> None:
     # The same as quantising outside and loading what came out.
     (q1, s1), (q2, s2) = mxfp4.quantize(w1), mxfp4.quantize(w2)
     again = loaded(q1, q2, s1, s2)
-    for name in ("w1", "w2", "w1_blocks", "w2_blocks", "w1_scales", "w2_scales"):
+    for name in ("w1", "w2", "w1_scales", "w2_scales"):
         assert torch.equal(getattr(again, name), getattr(weights, name))
 
 
 def test_kernel_order_holds_what_the_matrix_unit_is_to_get() -> None:
     """Rows in the GEMM's order, decoded block by block with the tile's scale beside them, are the folded matrix."""
     weights = loaded(*dense())
-    words, blocks = weights.w1[0], weights.w1_blocks[0]
+    words, below = mxfp4.from_tiles(weights.w1[0])
     # 32 mixed rows are gate and up of 16 outputs, which take turns every 8.
     row = torch.arange(2 * INTERMEDIATE)
     tile = weights.w1_scales[0][:, row // 256, row // 8 % 2].mT.repeat_interleave(4, 1)  # [row, block of 32]
-    shift = mxfp4.exponents(blocks) - torch.frexp(tile).exponent + 1
+    shift = mxfp4.LARGEST_SHIFT - below.int()
+    blocks = (shift + torch.frexp(tile).exponent - 1 + mxfp4.BIAS).to(torch.uint8)
     assert int(shift.max()) == 6
     natural = quantize.separate_gate_up(words), quantize.separate_gate_up(blocks)
     q, _ = mxfp4.fold(mxfp4.from_words(natural[0]), natural[1])
@@ -94,7 +100,7 @@ def test_kernel_order_holds_what_the_matrix_unit_is_to_get() -> None:
 
 def test_bytes() -> None:
     weights = Mxfp4Weights(EXPERTS, HIDDEN, INTERMEDIATE, CPU)
-    tensors = (weights.w1, weights.w1_blocks, weights.w1_scales, weights.w2, weights.w2_blocks, weights.w2_scales)
+    tensors = (weights.w1, weights.w1_scales, weights.w2, weights.w2_scales)
     total = sum(t.numel() * t.element_size() for t in tensors)
     assert total == Mxfp4Weights.size_bytes(EXPERTS, HIDDEN, INTERMEDIATE)
     assert total / Weights.size_bytes(EXPERTS, HIDDEN, INTERMEDIATE) == pytest.approx(0.5314, abs=1e-4)
@@ -120,3 +126,34 @@ def test_what_is_refused() -> None:
         with pytest.raises(XStageError, match=message):
             weights.check(*arguments)  # type: ignore[arg-type]
     assert not weights.loaded
+
+
+def test_random_weights_are_weights() -> None:
+    """What measurements fill in is such as `load` could have made: the reference reads it, in the size of an ordinary layer's."""
+    weights = Mxfp4Weights(EXPERTS, HIDDEN, INTERMEDIATE, CPU)
+    torch.manual_seed(0)
+    weights.fill()
+    assert weights.loaded
+    for linear, depth in ((weights.linear1, HIDDEN), (weights.linear2, INTERMEDIATE)):
+        for expert in range(EXPERTS):
+            words, scales = linear.natural(expert)
+            folded, tiles = mxfp4.fold(mxfp4.from_words(words), scales)
+            assert linear.scales is not None
+            assert torch.equal(tiles, linear.scales[expert])
+            assert folded.float().isfinite().all()
+            assert 0.25 < float(linear.dense(expert, torch.float32).std()) * depth**0.5 < 4
+
+
+@pytest.mark.parametrize("spread", [0, 11, 12, 40, 250])
+def test_distances_fit_a_byte_and_say_the_scale_again(spread: int) -> None:
+    g = torch.Generator().manual_seed(spread)
+    packed = torch.randint(256, (256, 128), generator=g).to(torch.uint8)
+    scales = torch.randint(254 - spread, 255, (256, 8), generator=g).to(torch.uint8)
+    packed[5, :16], scales[5, 0] = 0x80, 254  # of zeros, above all others
+    tiles = mxfp4.tile_scales(packed, scales)
+    below = mxfp4.distances(scales, tiles)
+    assert torch.equal(mxfp4.from_distances(below, tiles), scales)
+    used = (packed & 0x77).unflatten(-1, (-1, 16)).amax(-1) > 0
+    assert int(below[used].max()) <= spread
+    words = mxfp4.to_words(packed)
+    assert all(torch.equal(a, b) for a, b in zip(mxfp4.from_tiles(mxfp4.to_tiles(words, below)), (words, below), strict=True))

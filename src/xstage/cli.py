@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     v = verb("bench", _bench, "Benchmarks (start them with torchrun), and the numbers that README and docs take from result files.")
     v.add_argument(
         "what",
-        choices=("attention", "moe", "moe-layer", "moe-spans", "dit", "docs"),
+        choices=("attention", "moe", "moe-layer", "moe-spans", "w4a8", "dit", "docs"),
         help="docs: write results/headline.json and the generated tables anew",
     )
     v.add_argument("--out", help="attention, moe…, dit: result file to write")
@@ -110,7 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     v.add_argument("--heads", type=int, nargs="+", default=[4, 12], help="attention: heads per rank (default 4 12)")
     v.add_argument("--sequences", type=int, nargs="+", default=[4096, 8192, 16384, 32768], help="attention: whole sequences")
     v.add_argument("--tokens", type=int, default=8192, help="moe-layer, moe-spans: tokens per rank (default 8192)")
-    v.add_argument("--sizes", type=int, nargs="+", help="moe: tokens per rank (default 8192 27904 55808)")
+    v.add_argument("--sizes", type=int, nargs="+", help="moe, w4a8: tokens per rank (default 8192 27904 55808; 64 … 8192)")
+    v.add_argument("--weights", choices=("fp8", "mxfp4"), default="fp8", help="moe: format of weights (default fp8)")
     v.add_argument("--shares", type=float, nargs="+", help="moe…: shares of remote picks (default 0.5 0.875)")
     v.add_argument("--models", nargs="+", help="dit: diffusion transformers by name, for example flux_1_1024 (default: all)")
     v.add_argument("--layers", type=int, default=3, help="dit: blocks of a transformer that are built (default 3)")
@@ -127,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     v.add_argument("--tokens", type=int, default=8192, help="most tokens per rank (default 8192)")
     v.add_argument("--ranks", type=int, required=True, help="ranks of the expert-parallel group")
     v.add_argument("--schedules", nargs="+", default=["auto"], help="as MegaMoE takes them (default auto)")
+    v.add_argument("--weights", choices=("fp8", "mxfp4"), default="fp8", help="format of weights (default fp8)")
     v.add_argument("--picks", nargs="+", default=["int64"], help="dtypes of topk_idx (default int64)")
     v.add_argument("--rows", nargs="+", default=["bfloat16"], help="dtypes of x (default bfloat16)")
 
@@ -232,13 +234,17 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     if options.prebuild:
-        if options.what not in ("moe", "moe-layer", "moe-spans"):
-            raise XStageError(f"prebuild: bench {options.what} has no kernels that can be kept; moe, moe-layer and moe-spans have")
-        from xstage.studies import moe_layer, moe_orders, moe_spans
+        if options.what not in ("moe", "moe-layer", "moe-spans", "w4a8"):
+            raise XStageError(f"prebuild: bench {options.what} has no kernels that can be kept; moe, moe-layer, moe-spans and w4a8 have")
+        from xstage.studies import moe_layer, moe_orders, moe_spans, w4a8
 
         if options.what == "moe":
             largest = max(options.sizes or moe_orders.SIZES)
-            number = moe_orders.prebuild(options.prebuild, shapes=options.shapes or moe_orders.SHAPES, tokens=largest)
+            number = moe_orders.prebuild(
+                options.prebuild, shapes=options.shapes or moe_orders.SHAPES, tokens=largest, weights=options.weights
+            )
+        elif options.what == "w4a8":
+            number = w4a8.prebuild(options.prebuild, shapes=options.shapes or w4a8.SHAPES, sizes=options.sizes or w4a8.SIZES)
         else:
             study: Any = moe_spans if options.what == "moe-spans" else moe_layer
             number = study.prebuild(options.prebuild, shapes=options.shapes or study.SHAPES, tokens=options.tokens)
@@ -284,8 +290,12 @@ def _bench_on_gpus(options: argparse.Namespace) -> None:
 
         moe_orders.run(
             options.out, shapes=options.shapes or moe_orders.SHAPES, sizes=options.sizes or moe_orders.SIZES,
-            shares=options.shares or moe_orders.SHARES, budget_s=options.budget,
+            shares=options.shares or moe_orders.SHARES, budget_s=options.budget, weights=options.weights,
         )  # fmt: skip
+    elif options.what == "w4a8":
+        from xstage.studies import w4a8
+
+        w4a8.run(options.out, shapes=options.shapes or w4a8.SHAPES, sizes=options.sizes or w4a8.SIZES, budget_s=options.budget)
     elif options.what == "moe-spans":
         from xstage.studies import moe_spans
 
@@ -307,7 +317,7 @@ def _prebuild(options: argparse.Namespace) -> int:
 
     for path in prebuild(
         options.out, options.shapes, tokens=options.tokens, ranks=options.ranks, schedules=options.schedules, picks=options.picks,
-        rows=options.rows,
+        rows=options.rows, weights=options.weights,
     ):  # fmt: skip
         print(path)
     return 0

@@ -15,6 +15,7 @@ Under pytest the file starts that command once and reports each section as a tes
 * refuse: bad arguments in the first call (all ranks refuse), later (the rank alone; its next call meets its peers), and for good (the
   peer's error says why). dead: a peer that never comes.
 * compile: torch.compile(fullgraph=True). fallback: a shape that the kernels cannot take.
+* mxfp4: weights in MXFP4, through `random`, `orders`, `spans` and `replay` again; errors are against float64 of what the codes stand for.
 
 Not covered: more than one host, speed, compute-sanitizer (run it on `--sections random --shapes 5`).
 """
@@ -29,7 +30,7 @@ import pytest
 import torch
 from sections import MARKS, RANK, WORLD, arguments, everywhere, main, outcome, say, settle
 
-SECTIONS = ("random", "orders", "spans", "poison", "replay", "delay", "stream", "compile", "fallback", "refuse", "dead")
+SECTIONS = ("random", "orders", "spans", "poison", "replay", "delay", "stream", "compile", "fallback", "mxfp4", "refuse", "dead")
 
 pytestmark = MARKS
 
@@ -57,8 +58,14 @@ RANDOM = (
 )  # fmt: skip
 
 
-def prebuild(folder: str, world: int) -> None:
+def prebuild(folder: str, world: int, sections: list[str]) -> None:
     """Compile what the sections use, for `world` ranks; needs no GPU. Then start the tests with XSTAGE_KERNELS=folder."""
+    for weights in ("fp8", "mxfp4"):
+        if any((section == "mxfp4") == (weights == "mxfp4") for section in sections):
+            _prebuild(folder, world, weights)
+
+
+def _prebuild(folder: str, world: int, weights: str) -> None:
     from xstage.moe.prebuild import fill, kernels_of, prebuild
     from xstage.moe.shapes import MoEShape
 
@@ -68,30 +75,40 @@ def prebuild(folder: str, world: int) -> None:
         made = prebuild(
             folder, [MoEShape("test", hidden, intermediate, experts, top_k)], tokens=most, ranks=world, schedules=[schedule],
             lead_rows=lead, clamp=clamp[0] if clamp else None, picks=["int32", "int64"], rows=["bfloat16", "float8_e4m3fn"],
+            weights=weights,
         )  # fmt: skip
     model = MoEShape("test", *MIDDLE[:4])
-    made = fill(folder, kernels_of(model, MIDDLE[4], world, "interleaved", None, None, True, False, recorded=True))
+    made = fill(folder, kernels_of(model, MIDDLE[4], world, "interleaved", None, None, True, False, recorded=True, weights=weights))
     print(f"{len(made)} kernels in {folder}")
 
 
 class Problem:
     """A layer with weights of all experts, which every rank makes alike, and its references."""
 
-    def __init__(self, hidden: int, intermediate: int, experts: int, top_k: int, most: int, clamp: float | None = None, seed: int = 0):
-        from xstage.moe.reference import Linear
+    def __init__(
+        self, hidden: int, intermediate: int, experts: int, top_k: int, most: int, clamp: float | None = None, seed: int = 0,
+        weights: str = "fp8",
+    ):  # fmt: skip
+        from xstage.moe import mxfp4
+        from xstage.moe.reference import Linear, Mxfp4Linear
 
+        self.weights = weights
         self.hidden, self.experts, self.top_k, self.most, self.clamp = hidden, experts, top_k, most, clamp
         self.intermediate = intermediate
         g = torch.Generator(device="cuda").manual_seed(seed)
         self.w1 = torch.randn(experts, 2 * intermediate, hidden, device="cuda", generator=g, dtype=torch.bfloat16) * (2 * hidden**-0.5)
         self.w2 = torch.randn(experts, hidden, intermediate, device="cuda", generator=g, dtype=torch.bfloat16) * intermediate**-0.5
         self.exact = (Linear.of(self.w1, "float64"), Linear.of(self.w2, "float64"))
-        self.fp8 = (Linear.of(self.w1, "fp8"), Linear.of(self.w2, "fp8"))
+        self.rounded = (Linear.of(self.w1, "fp8"), Linear.of(self.w2, "fp8"))
+        if weights == "mxfp4":
+            self.rounded = (Mxfp4Linear.of(self.w1), Mxfp4Linear.of(self.w2))
+            first, second = (mxfp4.dequantize(*mxfp4.quantize(w), torch.float64) for w in (self.w1, self.w2))
+            self.exact = (Linear(first), Linear(second))
 
     def make(self, **options: Any) -> Any:
         from xstage.moe.op import MegaMoE
 
-        options = {"fallback": "error", **options}
+        options = {"fallback": "error", "weight_format": self.weights, **options}
         moe = MegaMoE(
             num_experts=self.experts, hidden=self.hidden, intermediate=self.intermediate, top_k=self.top_k, max_tokens_per_rank=self.most,
             clamp=self.clamp, **options,
@@ -131,7 +148,7 @@ class Problem:
         if not len(x) or not bool((idx >= 0).any()):
             return (0.0, 0.0) if bool((y == 0).all()) else (torch.inf, torch.inf)
         exact = reference.moe(x.double(), idx, weights, *self.exact, precision="float64", clamp=self.clamp)
-        plain = reference.moe(x, idx, weights, *self.fp8, clamp=self.clamp).double() - exact
+        plain = reference.moe(x, idx, weights, *self.rounded, clamp=self.clamp).double() - exact
         error = y.double() - exact
         worst = float(error.norm(dim=1).max() / plain.norm(dim=1).max())
         return float(error.norm() / plain.norm()), worst if worst == worst else torch.inf
@@ -167,12 +184,12 @@ def poison(moe: Any) -> None:
     settle()
 
 
-def random_shapes(options: argparse.Namespace) -> None:
+def random_shapes(options: argparse.Namespace, format_: str = "fp8") -> None:
     from xstage.moe import quantize, routing
 
     done, begun, worst = 0, time.time(), (0.0, 0.0)
     for number, (configuration, schedule, lead) in enumerate(RANDOM):
-        draw, problem = random.Random(5 + number), Problem(*configuration, seed=number)
+        draw, problem = random.Random(5 + number), Problem(*configuration, seed=number, weights=format_)
         with problem.make(schedule=schedule, lead_rows=lead) as moe:
             assert moe.mode == ("serial" if schedule == "serial" else "fused")
             for turn in range(max(-(-options.shapes // len(RANDOM)), len(KINDS))):
@@ -198,9 +215,9 @@ def random_shapes(options: argparse.Namespace) -> None:
     say(f"  {done} calls, errors at most {worst[0]:.2f} × the reference's, worst token {worst[1]:.2f} ×, {time.time() - begun:.0f} s")
 
 
-def orders(options: argparse.Namespace) -> None:
+def orders(options: argparse.Namespace, format_: str = "fp8") -> None:
     for configuration in LARGE:
-        problem = Problem(*configuration)
+        problem = Problem(*configuration, weights=format_)
         wanted = []
         for schedule, lead in SCHEDULES:
             with problem.make(schedule=schedule, lead_rows=lead) as moe:
@@ -215,12 +232,12 @@ def orders(options: argparse.Namespace) -> None:
                 settle()
 
 
-def recorded(options: argparse.Namespace) -> None:
+def recorded(options: argparse.Namespace, format_: str = "fp8") -> None:
     import numpy as np
 
     from xstage.moe.spans import Spans, decode
 
-    problem = Problem(*MIDDLE)
+    problem = Problem(*MIDDLE, weights=format_)
     with problem.make() as moe:
         pipeline, exchange = moe._kernels, moe._kernels.exchange
         spans = Spans.of(exchange.layout, moe.intermediate, moe.device)
@@ -263,8 +280,8 @@ def poisoned(options: argparse.Namespace) -> None:
         moe.check()
 
 
-def replay(options: argparse.Namespace) -> None:
-    problem, pool = Problem(*MIDDLE), 12
+def replay(options: argparse.Namespace, format_: str = "fp8") -> None:
+    problem, pool = Problem(*MIDDLE, weights=format_), 12
     count = 96 + 64 * RANK
     inputs = [problem.tokens(RANK, count, KINDS[i % len(KINDS)], 10 + i) for i in range(pool)]
     with problem.make() as moe:
@@ -300,6 +317,11 @@ def replay(options: argparse.Namespace) -> None:
         del graph
         settle()
     say(f"  {2 * options.replays} calls in replays, all bitwise right")
+
+
+def four_bits(options: argparse.Namespace) -> None:
+    for part in (random_shapes, orders, recorded, replay):
+        part(options, "mxfp4")
 
 
 def delay(options: argparse.Namespace) -> None:
@@ -460,7 +482,7 @@ def dead(options: argparse.Namespace) -> None:
 
 RUNS = {
     "random": random_shapes, "orders": orders, "spans": recorded, "poison": poisoned, "replay": replay, "delay": delay, "stream": stream,
-    "compile": compiled, "fallback": fallback, "refuse": refuse, "dead": dead,
+    "compile": compiled, "fallback": fallback, "mxfp4": four_bits, "refuse": refuse, "dead": dead,
 }  # fmt: skip
 
 
@@ -469,6 +491,6 @@ if __name__ == "__main__":
     parser.add_argument("--prebuild", help="only compile the kernels into this folder, for two ranks, without a GPU")
     options = parser.parse_args()
     if options.prebuild:
-        prebuild(options.prebuild, 2)
+        prebuild(options.prebuild, 2, options.sections.split(","))
     else:
         main(RUNS, options)

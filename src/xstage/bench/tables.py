@@ -28,6 +28,7 @@ from xstage.studies.moe_spans_table import moe_spans_table
 from xstage.studies.moe_stall import burst, gap_ns
 from xstage.studies.tables import TABLES as SIMULATED
 from xstage.studies.tables import grid
+from xstage.studies.w4a8_table import w4a8_table
 
 HEADLINE = "headline.json"
 
@@ -515,5 +516,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "moe-forms": _moe_forms_table,
     "eight-attention": eight_attention_table,
     "eight-moe": eight_moe_table,
+    "w4a8": w4a8_table,
     **SIMULATED,
 }

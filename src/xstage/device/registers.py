@@ -53,3 +53,20 @@ def store_matrices(address: Int32, a: Int32, b: Int32, c: Int32, d: Int32) -> No
 def store_shared_32(address: Int32, word: Int32) -> None:
     """One word to shared memory."""
     cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, word])
+
+
+def load_shared_32(address: Int32) -> Int32:
+    """One word of shared memory."""
+    return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+
+
+def load_shared_128(address: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+    """Four words of shared memory from a 16-byte aligned address."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * 4, read_only_args=[address]
+    )
+
+
+def store_shared_128(address: Int32, a: Int32, b: Int32, c: Int32, d: Int32) -> None:
+    """Four words to shared memory at a 16-byte aligned address."""
+    cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, a, b, c, d])

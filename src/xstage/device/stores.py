@@ -51,6 +51,16 @@ def bulk_load(shared_address: Int32, address: Int64, size: Int32, barrier_addres
 
 
 @cute.jit
+def bulk_load_cluster(shared_address: Int32, address: Int64, size: Int32, barrier_address: Int32, ctas: Int32) -> None:
+    """`bulk_load` into the same place of every CTA of the cluster whose bit is set in `ctas`; the mbarrier of each counts the bytes."""
+    cute.arch.inline_ptx(
+        "{ .reg .b16 ctas; cvt.u16.u32 ctas, {$r4}; "
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [{$r0}], [{$r1}], {$r2}, [{$r3}], ctas; }",
+        read_only_args=[shared_address, address, size, barrier_address, ctas],
+    )
+
+
+@cute.jit
 def bulk_commit() -> None:
     """Close the calling thread's group of bulk stores."""
     cute.arch.inline_ptx("cp.async.bulk.commit_group;")
@@ -105,6 +115,15 @@ def thread_anew() -> Int32:
     return Int32(
         llvm.inline_asm(
             T.i32(), [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT
+        )
+    )
+
+
+def zero_anew() -> Int32:
+    """0, which the compiler cannot know: what is computed from it is computed where it is used, and not kept in registers before."""
+    return Int32(
+        llvm.inline_asm(
+            T.i32(), [], "mov.u32 $0, 0;", "=r", has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT
         )
     )
 

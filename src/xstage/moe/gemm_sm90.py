@@ -43,6 +43,9 @@ same way for the row tile whose place it takes, `SPARE_TILES` before it. Its ent
 
 With `spans` every role writes down when its steps began and ended (`spans_sm90`); without, nothing of that is in the machine code.
 
+Weights in MXFP4 (`codes`): stages carry codes, and a fourth warpgroup decodes them into a ring of its own, from which the math warps
+multiply (`decode_sm90`). All else, scales and epilogues included, is the same. Without, nothing of this is in the machine code.
+
 Epilogues (`xstage.moe.epilogues`): plain bf16; SwiGLU, routing weight and fp8 again; rows to slots anywhere.
 
 Not covered: N that 512 does not divide, K that 256 does not divide, row tiles other than 128.
@@ -67,8 +70,9 @@ from cutlass.tensor_utils import LayoutEnum
 from xstage.device import registers, signals, stores
 from xstage.device.loads import load_16
 from xstage.device.meeting import FAILED, GENERATION, RANK, STATUS_ADDRESS, TIMEOUT_NS
-from xstage.moe import spans_sm90
+from xstage.moe import decode_sm90, spans_sm90
 from xstage.moe.layout import ARRIVED, LINEAR1
+from xstage.moe.mxfp4 import TILE_BYTES
 from xstage.moe.send_sm90 import MOST_SLOTS, SLOT_BYTES
 from xstage.moe.spans import END, HALF_END, HALF_START, MAIN_END, WAIT_END
 from xstage.moe.work_table import COLUMN_MASK, LAYER_SHIFT, ROW_SHIFT, partner
@@ -86,15 +90,15 @@ class GroupedGemm:
     """epilogues: one of `xstage.moe.epilogues` per layer. stages: of the ring. unroll: stages of a round; divides `stages` and K / 128.
     count: of one layer, the entry of `totals` that counts the work; of two, the first two do. sender: sends rows meanwhile (`send_sm90`),
     and Linear-1 tiles wait until theirs have arrived; of two layers only. recorded: with spans. spare: a row tile of Linear-1's output lies
-    where the rows of the tile so many before it were; 0: in memory of its own.
+    where the rows of the tile so many before it were; 0: in memory of its own. codes: weights are MXFP4.
     """
 
     def __init__(
         self, epilogues: tuple[Any, ...], stages: int, unroll: int, count: int, sender: Any = None, recorded: bool = False,
-        spare: int = 0,
+        spare: int = 0, codes: bool = False,
     ) -> None:  # fmt: skip
         self.epilogues, self.stages, self.unroll, self.count, self.sender = epilogues, stages, unroll, count, sender
-        self.spare = spare
+        self.spare, self.codes = spare, codes
         self.slot_bytes = 16 if sender is None else SLOT_BYTES
         self.recorded, self.state_words = recorded, 1 + spans_sm90.STATE_WORDS if recorded else 1
 
@@ -110,8 +114,9 @@ class GroupedGemm:
         self, layers: Any, outputs: Any, work: Any, totals: cute.Tensor, ready: Any, spans: Any, columns: Any, ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:  # fmt: skip
-        """layers: per layer a uint8 [rows, K], weight uint8 [experts · N · K / 128, 128] (`quantize.tiled`), a_scales float32
-        [K / 128, rows], weight_scales float32 [experts, K / 128, N / 128]. outputs: what each layer's epilogue takes. columns: N of each.
+        """layers: per layer a uint8 [rows, K], weight uint8 [experts · N · K / 128, 128] (`quantize.tiled`; codes: [experts · N / 128,
+        K / 128 · TILE_BYTES]), a_scales float32 [K / 128, rows], weight_scales float32 [experts, K / 128, N / 128]. outputs: what each
+        layer's epilogue takes. columns: N of each layer.
         work: of one layer (int32 [2 · entries], its table; int32 [row tiles], their experts); of two (int32 [4 · entries], the list).
         ready: of two layers, (int32 [1 + row tiles], zeros: entries taken, then Linear-1 tiles that are there; control and call words of
             `xstage.device.meeting`); with a sender also (int32 [row tiles]: rows that have arrived; what `Sender.run` is given).
@@ -127,7 +132,7 @@ class GroupedGemm:
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float8E4M3FN)
         # One memory, seen in 128-row slots by wgmma and in boxes of 128 or 64 rows by the copies.
         slots_a = cute.tile_to_shape(atom, (128, TILE_K, stages), (0, 1, 2))
-        slots_w = cute.tile_to_shape(atom, (128, TILE_K, 2 * stages), (0, 1, 2))
+        slots_w = cute.tile_to_shape(atom, (128, TILE_K, decode_sm90.HALVES if self.codes else 2 * stages), (0, 1, 2))
         halves_a = cute.tile_to_shape(atom, (64, TILE_K, 2 * stages), (0, 1, 2))
 
         @cute.struct
@@ -144,28 +149,41 @@ class GroupedGemm:
             a: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(slots_a)], 1024]
             w: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(slots_w)], 1024]
 
-        self.shared = Shared
+        @cute.struct
+        class Coded:
+            codes: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, 2 * TILE_BYTES * stages], 128]
+            barriers: cute.struct.MemRange[Int64, 2 * decode_sm90.HALVES]
+
+        self.shared, self.coded = Shared, Coded
         size: Any = Shared.size_in_bytes()  # type: ignore[attr-defined]
+        if const_expr(self.codes):
+            size += Coded.size_in_bytes()  # type: ignore[attr-defined]
         if const_expr(size > SHARED_BYTES):
             raise ValueError(f"shared memory: {size} bytes; a CTA can have {SHARED_BYTES}")
         sources = [self._source(layer, n, slots_a, slots_w, halves_a) for layer, n in zip(layers, columns, strict=True)]
         targets = [epilogue.descriptors(out) for epilogue, out in zip(self.epilogues, outputs, strict=True)]
         self.kernel(sources, targets, work, totals, ready, spans, start, go_on, slots_a, slots_w, halves_a).launch(
-            grid=(ctas, 1, 1), block=[THREADS, 1, 1], cluster=(CLUSTER, 1, 1), stream=stream, min_blocks_per_mp=1
-        )
+            grid=(ctas, 1, 1), block=[decode_sm90.THREADS if self.codes else THREADS, 1, 1], cluster=(CLUSTER, 1, 1), stream=stream,
+            min_blocks_per_mp=1,
+        )  # fmt: skip
 
     def _source(self, layer: Any, columns: Any, slots_a: Any, slots_w: Any, halves: Any) -> Any:
         """What the loading warp needs of a layer: copies of whole boxes and of what a cluster shares, scales, sizes."""
         one, shared = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileG2SMulticastOp()
         a, weight = (cute.make_tensor(cute.recast_ptr(t.iterator, dtype=Float8E4M3FN), t.layout) for t in layer[:2])
         box_a, box_w, half = (cute.slice_(layout, (None, None, 0)) for layout in (slots_a, slots_w, halves))
-        return (
+        copies: tuple[Any, ...] = (
             cpasync.make_tiled_tma_atom(one, a, box_a, (128, TILE_K)),
             cpasync.make_tiled_tma_atom(shared, a, half, (64, TILE_K), num_multicast=1),
-            cpasync.make_tiled_tma_atom(one, weight, box_w, (128, TILE_K)),
-            cpasync.make_tiled_tma_atom(shared, weight, box_w, (128, TILE_K), num_multicast=1),
-            *layer[2:], a.shape[0], a.shape[1] // TILE_K, columns // 128,
         )  # fmt: skip
+        if self.codes:
+            copies += (layer[1],)
+        else:
+            copies += (
+                cpasync.make_tiled_tma_atom(one, weight, box_w, (128, TILE_K)),
+                cpasync.make_tiled_tma_atom(shared, weight, box_w, (128, TILE_K), num_multicast=1),
+            )  # fmt: skip
+        return (*copies, *layer[2:], a.shape[0], a.shape[1] // TILE_K, columns // 128)
 
     @cute.kernel
     def kernel(
@@ -179,14 +197,25 @@ class GroupedGemm:
         shared = SmemAllocator().allocate(self.shared)
         full = shared.barriers.data_ptr()
         empty = full + self.stages
+        codes, decoded, free = None, None, None
+        if const_expr(self.codes):
+            coded = SmemAllocator().allocate(self.coded)
+            codes, decoded = Int32(coded.codes.data_ptr().toint()), coded.barriers.data_ptr()
+            free = decoded + decode_sm90.HALVES
         if warp == 0:
             for source in sources:
                 cpasync.prefetch_descriptor(source[0][0])
-                cpasync.prefetch_descriptor(source[2][0])
+                if const_expr(not self.codes):
+                    cpasync.prefetch_descriptor(source[2][0])
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full + i, 1)
-                    cute.arch.mbarrier_init(empty + i, 8 * CLUSTER)  # every math warp of both CTAs
+                    # Every math warp of both CTAs, and every decoding warp.
+                    cute.arch.mbarrier_init(empty + i, (8 + (decode_sm90.WARPS if self.codes else 0)) * CLUSTER)
+                if const_expr(self.codes):
+                    for i in cutlass.range_constexpr(decode_sm90.HALVES):
+                        cute.arch.mbarrier_init(decoded + i, decode_sm90.WARPS)
+                        cute.arch.mbarrier_init(free + i, 8)
                 cute.arch.mbarrier_init(shared.entry_barriers.data_ptr(), 1)
                 cute.arch.mbarrier_init(shared.entry_barriers.data_ptr() + 1, CLUSTER)  # the first CTA's: both loading warps
                 registers.store_shared_32(Int32(shared.progress.data_ptr().toint()), Int32(0))
@@ -209,7 +238,7 @@ class GroupedGemm:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp == 8:
                 slots = [shared.a.get_tensor(slots_a.outer, swizzle=slots_a.inner), shared.a.get_tensor(halves_a.outer, swizzle=halves_a.inner), shared.w.get_tensor(slots_w.outer, swizzle=slots_w.inner)]  # fmt: skip  # noqa: E501
-                given = (s_scales, member, full, empty)
+                given = (s_scales, member, full, empty, codes)
                 if const_expr(len(self.epilogues) == 2):
                     self._load_taken(sources, slots, ready, entry, progress, marks, given)
                 else:
@@ -217,7 +246,7 @@ class GroupedGemm:
             if const_expr(len(self.epilogues) == 2):
                 if warp == 9:
                     self.epilogues[0].begin(shared.staging, Int32(0), targets[0], handed)
-                    self._store(ready, sources[0][8] // 2)
+                    self._store(ready, sources[0][-1] // 2)
                 if const_expr(self.sender is not None):
                     if warp == 10:
                         memory = (Int32(shared.slots.data_ptr().toint()), shared.send_barriers.data_ptr())
@@ -226,60 +255,78 @@ class GroupedGemm:
                 if (warp == 11) & (member == 0):
                     self._take(ready[0], work[0], Int32(totals[0]), Int32(totals[1]), entry)
         else:
-            cute.arch.setmaxregister_increase(MATH_REGISTERS)
-            slice_ = start.get_slice(thread)
-            start.set(warpgroup.Field.ACCUMULATE, False)
-            go_on.set(warpgroup.Field.ACCUMULATE, True)
-            r_a = start.make_fragment_A(slice_.partition_A(shared.a.get_tensor(slots_a.outer, swizzle=slots_a.inner)))
-            r_w = start.make_fragment_B(slice_.partition_B(shared.w.get_tensor(slots_w.outer, swizzle=slots_w.inner)))
-            shape = slice_.partition_shape_C((128, 128))
-            product, first, second = (cute.make_rmem_tensor(shape, Float32) for _ in range(3))
-            first.fill(0.0)
-            second.fill(0.0)
-            fixed = (start, go_on, product, first, second, r_a, r_w, s_scales, full, empty, marks)
-            for epilogue, target in zip(self.epilogues, targets, strict=True):
-                epilogue.begin(shared.staging, thread, target, handed)
-            two = len(self.epilogues) == 2
-            base, phase, staged = Int32(0), Int32(0), Int32(0)
-            word = self._word(s_scales, full, base, phase)
-            while word >= 0:
-                m, n, layer = word >> ROW_SHIFT, (word >> 1) & COLUMN_MASK, (word >> LAYER_SHIFT) & 1
-                if const_expr(self.recorded):
-                    spans_sm90.begin(marks[0], spans_sm90.MATH, word)
-                rounds = Int32(sources[0][7])
-                if const_expr(two):
-                    if layer == 1:
-                        rounds = Int32(sources[1][7])
-                        self.epilogues[1].warm(m)
-                    else:
-                        self.epilogues[0].warm(m)
+            r_slots = (shared.a.get_tensor(slots_a.outer, swizzle=slots_a.inner), shared.w.get_tensor(slots_w.outer, swizzle=slots_w.inner))
+            rings = (full, empty, decoded, free)
+            if const_expr(self.codes):
+                if thread // 128 == 3:
+                    cute.arch.setmaxregister_decrease(decode_sm90.DECODE_REGISTERS)
+                    halves = Int32(shared.w.data_ptr().toint())
+                    decode_sm90.decode_stages(_words(s_scales), WORD, codes, halves, rings, self.stages, CLUSTER)
                 else:
-                    self.epilogues[0].warm(m)
-                for _ in cutlass.range(rounds // self.unroll - 1, unroll=1):
-                    self._round(-1, fixed, base, phase, m, n, layer)
-                    base, phase = self._next(base, phase)
-                if const_expr(two):
-                    if staged == 1:
-                        self.epilogues[0].await_free()
-                    staged = layer ^ 1
-                if const_expr(two):
-                    if layer == 1:
-                        self._round(1, fixed, base, phase, m, n, layer)
-                    else:
-                        self._round(0, fixed, base, phase, m, n, layer)
-                else:
-                    self._round(0, fixed, base, phase, m, n, layer)
-                base, phase = self._next(base, phase)
-                word = self._word(s_scales, full, base, phase)
-            if const_expr(two):
-                if staged == 1:
-                    self.epilogues[0].await_free()
-                self.epilogues[0].no_more()
+                    self._multiply(sources, targets, start, go_on, r_slots, s_scales, rings, shared.staging, handed, marks)
             else:
-                self.epilogues[0].end()
+                self._multiply(sources, targets, start, go_on, r_slots, s_scales, rings, shared.staging, handed, marks)
         # A CTA must not go while its partner may still multicast to it or arrive at its barriers.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
+
+    @cute.jit
+    def _multiply(self, sources, targets, start, go_on, slots, s_scales, rings, staging, handed, marks) -> None:
+        """The math warps."""
+        thread = cute.arch.thread_idx()[0]
+        cute.arch.setmaxregister_increase(decode_sm90.MATH_REGISTERS if const_expr(self.codes) else MATH_REGISTERS)
+        full = rings[0]
+        slice_ = start.get_slice(thread)
+        start.set(warpgroup.Field.ACCUMULATE, False)
+        go_on.set(warpgroup.Field.ACCUMULATE, True)
+        r_a = start.make_fragment_A(slice_.partition_A(slots[0]))
+        r_w = start.make_fragment_B(slice_.partition_B(slots[1]))
+        shape = slice_.partition_shape_C((128, 128))
+        product, first, second = (cute.make_rmem_tensor(shape, Float32) for _ in range(3))
+        first.fill(0.0)
+        second.fill(0.0)
+        fixed = (start, go_on, product, first, second, r_a, r_w, s_scales, rings, marks)
+        for epilogue, target in zip(self.epilogues, targets, strict=True):
+            epilogue.begin(staging, thread, target, handed)
+        two = len(self.epilogues) == 2
+        base, phase, staged = Int32(0), Int32(0), Int32(0)
+        turn = Int32(0)  # of halves, where they are decoded
+        word = self._word(s_scales, full, base, phase)
+        while word >= 0:
+            m, n, layer = word >> ROW_SHIFT, (word >> 1) & COLUMN_MASK, (word >> LAYER_SHIFT) & 1
+            if const_expr(self.recorded):
+                spans_sm90.begin(marks[0], spans_sm90.MATH, word)
+            rounds = Int32(sources[0][-2])
+            if const_expr(two):
+                if layer == 1:
+                    rounds = Int32(sources[1][-2])
+                    self.epilogues[1].warm(m)
+                else:
+                    self.epilogues[0].warm(m)
+            else:
+                self.epilogues[0].warm(m)
+            for _ in cutlass.range(rounds // self.unroll - 1, unroll=1):
+                self._round(-1, fixed, base, phase, turn, m, n, layer)
+                base, phase, turn = self._next(base, phase, turn)
+            if const_expr(two):
+                if staged == 1:
+                    self.epilogues[0].await_free()
+                staged = layer ^ 1
+            if const_expr(two):
+                if layer == 1:
+                    self._round(1, fixed, base, phase, turn, m, n, layer)
+                else:
+                    self._round(0, fixed, base, phase, turn, m, n, layer)
+            else:
+                self._round(0, fixed, base, phase, turn, m, n, layer)
+            base, phase, turn = self._next(base, phase, turn)
+            word = self._word(s_scales, full, base, phase)
+        if const_expr(two):
+            if staged == 1:
+                self.epilogues[0].await_free()
+            self.epilogues[0].no_more()
+        else:
+            self.epilogues[0].end()
 
     @cute.jit
     def _load_share(self, source, slots, work, entries, index, given) -> None:
@@ -318,7 +365,7 @@ class GroupedGemm:
             if const_expr(self.recorded):
                 spans_sm90.begin(marks[0], spans_sm90.LOADS, mine)
             if (mine >> LAYER_SHIFT) & 1 == 1:
-                self._wait_ready(ready, mine >> ROW_SHIFT, sources[0][8] // 2)
+                self._wait_ready(ready, mine >> ROW_SHIFT, sources[0][-1] // 2)
                 if const_expr(self.recorded):
                     spans_sm90.close(marks[0], spans_sm90.LOADS, WAIT_END, marks[1])
                 self._release(entry)
@@ -376,7 +423,7 @@ class GroupedGemm:
     @cute.jit
     def _end(self, given, stage, phase) -> None:
         """Tell the math warps that there is no more."""
-        s_scales, _, full, empty = given
+        s_scales, _, full, empty, _ = given
         cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
         words = _words(s_scales)
         with cute.arch.elect_one():
@@ -391,7 +438,7 @@ class GroupedGemm:
 
     def _parts(self, source: Any, slots: Any) -> Any:
         """Shared and global memory of each copy, box by box."""
-        boxes = ((0, slots[0], 128), (1, slots[1], 64), (2, slots[2], 128))
+        boxes = ((0, slots[0], 128), (1, slots[1], 64), (2, slots[2], 128))[: 2 if self.codes else 3]
         tiles = [(source[i], s, cute.local_tile(source[i][1], (rows, TILE_K), (None, None))) for i, s, rows in boxes]
         return [
             cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2))
@@ -400,9 +447,14 @@ class GroupedGemm:
 
     @cute.jit
     def _load_tile(self, source, parts, given, mine, expert, stage, phase) -> tuple[Int32, Int32]:
-        (load_a, _), (share_a, _), (load_w, _), (share_w, _), a_scales, weight_scales, rows, k_blocks, n_blocks = source
-        (to_a, from_a), (to_half, from_half), (to_w, from_w) = parts
-        s_scales, member, full, empty = given
+        (load_a, _), (share_a, _) = source[:2]
+        a_scales, weight_scales, rows, k_blocks, n_blocks = source[-5:]
+        (to_a, from_a), (to_half, from_half) = parts[:2]
+        s_scales, member, full, empty, codes = given
+        w_bytes = 2 * TILE_BYTES if const_expr(self.codes) else TILE_N * TILE_K
+        if const_expr(not self.codes):
+            (load_w, _), (share_w, _) = source[2:4]
+            to_w, from_w = parts[2]
         m, n = mine >> ROW_SHIFT, (mine >> 1) & COLUMN_MASK
         copy_scales = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         both, words = cutlass.Int16(3), _words(s_scales)
@@ -413,16 +465,22 @@ class GroupedGemm:
             bar = full + stage
             with cute.arch.elect_one():
                 words[WORD, stage] = mine  # only the first stage's is read
-                cute.arch.mbarrier_arrive_and_expect_tx(bar, (TILE_M + TILE_N) * TILE_K + TILE_M * 4 + 16)
+                cute.arch.mbarrier_arrive_and_expect_tx(bar, TILE_M * TILE_K + w_bytes + TILE_M * 4 + 16)
             if mine & 1 == 0:
                 cute.copy(load_a, from_a[(None, m, k)], to_a[(None, stage)], tma_bar_ptr=bar)
-                at = (None, stage * 2 + member)
-                cute.copy(share_w, from_w[(None, (w_block + member) * k_blocks + k, 0)], to_w[at], tma_bar_ptr=bar, mcast_mask=both)
+                if const_expr(self.codes):
+                    self._load_codes(source, w_block + member, k, codes, stage * 2 + member, bar, True)
+                else:
+                    at = (None, stage * 2 + member)
+                    cute.copy(share_w, from_w[(None, (w_block + member) * k_blocks + k, 0)], to_w[at], tma_bar_ptr=bar, mcast_mask=both)
             else:
                 at = (None, stage * 2 + member)
                 cute.copy(share_a, from_half[(None, m * 2 + member, k)], to_half[at], tma_bar_ptr=bar, mcast_mask=both)
                 for i in cutlass.range_constexpr(2):
-                    cute.copy(load_w, from_w[(None, (w_block + i) * k_blocks + k, 0)], to_w[(None, stage * 2 + i)], tma_bar_ptr=bar)
+                    if const_expr(self.codes):
+                        self._load_codes(source, w_block + i, k, codes, stage * 2 + i, bar, False)
+                    else:
+                        cute.copy(load_w, from_w[(None, (w_block + i) * k_blocks + k, 0)], to_w[(None, stage * 2 + i)], tma_bar_ptr=bar)
             with cute.arch.elect_one():
                 for origin, target, size in (
                     (a_scales.iterator + (k * rows + m * TILE_M), stage * SCALES, TILE_M),
@@ -436,6 +494,12 @@ class GroupedGemm:
                 stage = Int32(0)
                 phase ^= 1
         return stage, phase
+
+    @cute.jit
+    def _load_codes(self, source, tile, k, codes, place, bar, both: cutlass.Constexpr[bool]) -> None:
+        """Block `k` of a tile's codes to its place in the ring; `both`: of either CTA."""
+        with cute.arch.elect_one():
+            decode_sm90.load_codes(source[2], tile, source[-2], k, codes + place * TILE_BYTES, Int32(bar.toint()), both)
 
     @cute.jit
     def _wait_ready(self, ready, m, tiles) -> None:
@@ -480,16 +544,18 @@ class GroupedGemm:
                     signals.count_release_gpu(ready[0].iterator.toint() + Int64(1 + m) * 4)
 
     @cute.jit
-    def _round(self, last: cutlass.Constexpr[int], fixed, base, phase, m, n, layer) -> None:
+    def _round(self, last: cutlass.Constexpr[int], fixed, base, phase, turn, m, n, layer) -> None:
         """`unroll` stages from `base` on.
 
         last: the layer if these are the tile's last, else -1. Then its first half goes through the epilogue under the second's last wgmma.
         """
-        start, go_on, product, first, second, r_a, r_w, s_scales, full, empty, marks = fixed
-        thread = cute.arch.thread_idx()[0]
+        start, go_on, product, first, second, r_a, r_w, s_scales, (full, empty, decoded, free), marks = fixed
+        thread = stores.thread_anew() if const_expr(self.codes) else cute.arch.thread_idx()[0]
         row = thread // 32 * 16 + thread % 32 // 4  # this thread's first row of the tile; the other is 8 below
         for i in cutlass.range_constexpr(self.unroll):
             stage = base + i if const_expr(self.unroll < self.stages) else i
+            if const_expr(self.codes):
+                stage = stage + stores.zero_anew()
             cute.arch.mbarrier_wait(full + stage, phase)
             upper, lower = s_scales[(row, stage)], s_scales[(row + 8, stage)]
             # Column block j of 8 within a wgmma: where gate and up take turns, the tile's two scales do; else each half has one.
@@ -497,10 +563,14 @@ class GroupedGemm:
             at = TILE_M + n % 2 * 2
             for half in cutlass.range_constexpr(2):
                 even, odd = (at, at + turns) if const_expr(half == 0) else (at + (1 - turns), at + 1)
+                place = stage * 2 + half
+                if const_expr(self.codes):
+                    place, flip = decode_sm90.half_of(turn, 2 * i + half)
+                    cute.arch.mbarrier_wait(decoded + place, flip)
                 warpgroup.fence()
                 for k in cutlass.range_constexpr(4):
                     mma = start if const_expr(k == 0) else go_on
-                    cute.gemm(mma, product, r_a[(None, None, k, stage)], r_w[(None, None, k, stage * 2 + half)], product)
+                    cute.gemm(mma, product, r_a[(None, None, k, stage)], r_w[(None, None, k, place)], product)
                 warpgroup.commit_group()
                 scales = (s_scales[(even, stage)], s_scales[(odd, stage)])
                 factors = [(row_scale * scales[0], row_scale * scales[1]) for row_scale in (upper, lower)]
@@ -511,6 +581,9 @@ class GroupedGemm:
                     if const_expr(self.recorded):
                         spans_sm90.mark(marks[0], spans_sm90.MATH, HALF_END)
                 warpgroup.wait_group(0)
+                if const_expr(self.codes):
+                    if cute.arch.lane_idx() == 0:
+                        cute.arch.mbarrier_arrive(free + place)
                 if const_expr(half == 1):
                     lane = cute.arch.lane_idx()
                     if lane < CLUSTER:  # the slot was filled from both CTAs, so both must know that it is free
@@ -524,8 +597,8 @@ class GroupedGemm:
                 spans_sm90.close(marks[0], spans_sm90.MATH, END, marks[1])
 
     @cute.jit
-    def _next(self, base: Int32, phase: Int32) -> tuple[Int32, Int32]:
-        """The stage after a round, and its phase."""
+    def _next(self, base: Int32, phase: Int32, turn: Int32) -> tuple[Int32, Int32, Int32]:
+        """The stage after a round, and its phase; and the count of halves."""
         if const_expr(self.unroll == self.stages):
             phase ^= 1
         else:
@@ -533,7 +606,9 @@ class GroupedGemm:
             if base == self.stages:
                 base = Int32(0)
                 phase ^= 1
-        return base, phase
+        if const_expr(self.codes):
+            turn = decode_sm90.turn_after(turn, 2 * self.unroll)
+        return base, phase, turn
 
     @cute.jit
     def _add(self, total: cute.Tensor, product: cute.Tensor, upper: Any, lower: Any) -> None:

@@ -1,4 +1,8 @@
-"""The grouped fp8 GEMMs of the layer, to call: argument checks of shapes, one compilation per configuration, launches on torch's stream.
+"""The grouped GEMMs of the layer, fp8 rows with fp8 or MXFP4 weights, to call: argument checks of shapes, one compilation per
+configuration, launches on torch's stream.
+
+A weight is e4m3, [experts, N / 128, K / 128, 128, 128] (`weights`), or tiles of MXFP4 as they rest, [experts, N / 128, K / 128,
+`mxfp4.TILE_BYTES`] (`weights_mxfp4`); what it is decides which kernel runs. Scales of 128 × 128 are the same.
 
 Which rows belong to which expert, and which tiles there are, is on the device (`xstage.moe.exchange`); nothing here waits for it. Kernel
 and epilogues: `gemm_sm90.py`, `epilogues.py`.
@@ -37,8 +41,8 @@ def swiglu(
 
     Args:
         a: uint8 (e4m3) [rows, hidden]. a_scales: float32 [hidden / 128, rows].
-        weight: uint8 (e4m3) [experts, 2 · intermediate / 128, hidden / 128, 128, 128], gate and up mixed by `quantize.interleave_gate_up`,
-            then `quantize.tiled`.
+        weight: e4m3 as uint8 [experts, 2 · intermediate / 128, hidden / 128, 128, 128] (`quantize.tiled`) or MXFP4, gate and up mixed by
+            `quantize.interleave_gate_up`.
         weight_scales: float32 [experts, hidden / 128, intermediate / 128, 2]: of 128 gate rows, of 128 up rows.
         tile_expert: int32 [rows / 128]. work, totals: see `xstage.moe.exchange`. row_weight: float32 [rows].
         middle: uint8 (e4m3) [rows, intermediate], written. middle_scales: float32 [intermediate / 128, rows], written.
@@ -47,7 +51,7 @@ def swiglu(
     Raises:
         XStageError: sizes that the kernel cannot take.
     """
-    kernel = compiled_gemm("swiglu", _unroll(a.shape[1]), clamp)
+    kernel = _compiled("swiglu", weight, clamp)
     outputs = (middle, middle_scales, row_weight)
     _launch(kernel, a, a_scales, weight, weight_scales.flatten(2), tile_expert, work, totals, outputs)
 
@@ -60,7 +64,7 @@ def rows(
 
     weight: uint8 [experts, hidden / 128, intermediate / 128, 128, 128]. weight_scales: float32 [experts, intermediate / 128, hidden / 128].
     """
-    _launch(compiled_gemm("rows", _unroll(a.shape[1])), a, a_scales, weight, weight_scales, tile_expert, work, totals, row_slot)
+    _launch(_compiled("rows", weight), a, a_scales, weight, weight_scales, tile_expert, work, totals, row_slot)
 
 
 def plain(
@@ -68,7 +72,7 @@ def plain(
     work: torch.Tensor, totals: torch.Tensor, out: torch.Tensor, which: int = LINEAR1,
 ) -> None:  # fmt: skip
     """The product alone: out bf16 [rows, N]. which: the entry of `totals` that counts the work. Else like `rows`."""
-    _launch(compiled_gemm("plain", _unroll(a.shape[1]), which), a, a_scales, weight, weight_scales, tile_expert, work, totals, out)
+    _launch(_compiled("plain", weight, which), a, a_scales, weight, weight_scales, tile_expert, work, totals, out)
 
 
 def both(
@@ -84,11 +88,13 @@ def both(
     also sends this rank's rows, and `ready` goes on with (arrived, addresses for `send_sm90.Sender.run`).
     spans: records of this call are added to it (`clear` it before); another kernel, which writes them.
     """
+    codes = weight1.dim() == 4
     spare = 0 if layout is None or layout.middle(middle.shape[1]) is None else SPARE_TILES
-    kernel = compiled_gemm("both", min(_unroll(a.shape[1]), _unroll(middle.shape[1])), clamp, layout, spans is not None, spare)
+    unroll = min(_unroll(a.shape[1], codes), _unroll(middle.shape[1], codes))
+    kernel = compiled_gemm("both", unroll, clamp, layout, spans is not None, spare, *_more(codes))
     layers = (
-        (a, weight1.view(-1, TILE_K), a_scales, weight1_scales.flatten(2)),
-        (middle, weight2.view(-1, TILE_K), middle_scales, weight2_scales),
+        (a, _matrix(weight1), a_scales, weight1_scales.flatten(2)),
+        (middle, _matrix(weight2), middle_scales, weight2_scales),
     )
     outputs = ((middle, middle_scales, row_weight), row_slot)
     ctas, given = ctas_of(a.device.index), None
@@ -101,25 +107,46 @@ def both(
 
 
 def kernels(
-    hidden: int, intermediate: int, clamp: float | None, layout: BufferLayout | None, recorded: bool = False
-) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    hidden: int, intermediate: int, clamp: float | None, layout: BufferLayout | None, recorded: bool = False, codes: bool = False,
+) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:  # fmt: skip
     """What a layer's calls compile, with the arguments. layout: of the kernel that sends rows too; None: one GEMM after the other.
-    recorded: with spans."""
-    first, second = _unroll(hidden), _unroll(intermediate)
+    recorded: with spans. codes: weights are MXFP4."""
+    first, second = _unroll(hidden, codes), _unroll(intermediate, codes)
     if layout is not None:
         spare = 0 if layout.middle(intermediate) is None else SPARE_TILES
-        return [(compiled_gemm, ("both", min(first, second), clamp, layout, recorded, spare))]
-    return [(compiled_gemm, ("swiglu", first, clamp)), (compiled_gemm, ("rows", second))]
+        return [(compiled_gemm, ("both", min(first, second), clamp, layout, recorded, spare, *_more(codes)))]
+    return [_work("swiglu", first, clamp, codes), _work("rows", second, None, codes)]
 
 
-def plain_kernels(hidden: int, intermediate: int) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+def plain_kernels(hidden: int, intermediate: int, codes: bool = False) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
     """What `plain` compiles for both layers, with the arguments."""
-    return [(compiled_gemm, ("plain", _unroll(hidden), LINEAR1)), (compiled_gemm, ("plain", _unroll(intermediate), LINEAR2))]
+    sizes = ((LINEAR1, hidden), (LINEAR2, intermediate))
+    return [_work("plain", _unroll(depth, codes), which, codes) for which, depth in sizes]
 
 
-def _unroll(depth: int) -> int:
-    """Stages of a round: K is a whole number of rounds."""
-    for unroll in (4, 2):
+def _work(kind: str, unroll: int, option: Any, codes: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A kernel of one layer with the arguments that `_compiled` gives, for they are part of its name on disk."""
+    return compiled_gemm, (kind, unroll, option, *((None, False, 0, True) if codes else ()))
+
+
+def _compiled(kind: str, weight: torch.Tensor, option: Any = None) -> Any:
+    codes = weight.dim() == 4
+    compiled, options = _work(kind, _unroll(weight.shape[2] * TILE_K, codes), option, codes)
+    return compiled(*options)
+
+
+def _more(codes: bool) -> tuple[bool, ...]:
+    return (True,) if codes else ()
+
+
+def _matrix(weight: torch.Tensor) -> torch.Tensor:
+    """As the kernel takes it: 128 elements a row, or the codes of 128 of N a row."""
+    return weight.view(-1, weight.shape[2] * weight.shape[3] if weight.dim() == 4 else TILE_K)
+
+
+def _unroll(depth: int, codes: bool = False) -> int:
+    """Stages of a round: K is a whole number of rounds. With codes math threads have 8 registers fewer, and longer rounds spill."""
+    for unroll in (2,) if codes else (4, 2):
         if depth % (TILE_K * unroll) == 0:
             return unroll
     raise XStageError(f"a: K is {depth}; it must be a multiple of {2 * TILE_K}")
@@ -132,7 +159,7 @@ def _launch(
     columns, depth = weight.shape[1] * TILE_K, weight.shape[2] * TILE_K
     if depth != a.shape[1] or columns % 512 or a.shape[0] % 128:
         raise XStageError(f"weight: {tuple(weight.shape)} does not fit rows {tuple(a.shape)}: same K, N a multiple of 512, rows of 128")
-    layer = (a, weight.view(-1, TILE_K), a_scales, weight_scales)
+    layer = (a, _matrix(weight), a_scales, weight_scales)
     kernel((layer,), (outputs,), (work, tile_expert), totals, None, None, (columns,), ctas_of(a.device.index))
 
 
@@ -145,11 +172,12 @@ def ctas_of(device: int) -> int:
 
 @kept
 def compiled_gemm(
-    kind: str, unroll: int, option: Any = None, layout: BufferLayout | None = None, recorded: bool = False, spare: int = 0
-) -> Any:
+    kind: str, unroll: int, option: Any = None, layout: BufferLayout | None = None, recorded: bool = False, spare: int = 0,
+    codes: bool = False,
+) -> Any:  # fmt: skip
     """Compiled once per process (about 3 s). option: the clamp of `swiglu`, which table of `plain`. layout: rows are sent too.
     recorded: with spans, of `both` only. spare: Linear-1's output of a row tile takes the place of the rows so many tiles before it; 0:
-    it has memory of its own."""
+    it has memory of its own. codes: weights are MXFP4."""
     rows, columns1, columns2 = cute.sym_int(divisibility=128), cute.sym_int(divisibility=4), cute.sym_int(divisibility=4)
 
     def matrix(dtype: Any, shape: tuple[Any, ...], divisibility: int) -> Any:
@@ -164,8 +192,8 @@ def compiled_gemm(
 
     def layer(columns: Any) -> Any:
         return (
-            matrix(Uint8, (rows, wide()), 128), matrix(Uint8, (wide(), TILE_K), 128), matrix(Float32, (cute.sym_int(), rows), 4),
-            matrix(Float32, (cute.sym_int(), cute.sym_int(), columns), 4),
+            matrix(Uint8, (rows, wide()), 128), matrix(Uint8, (wide(), wide() if codes else TILE_K), 128),
+            matrix(Float32, (cute.sym_int(), rows), 4), matrix(Float32, (cute.sym_int(), cute.sym_int(), columns), 4),
         )  # fmt: skip
 
     fp8 = (matrix(Uint8, (rows, wide()), 128), matrix(Float32, (cute.sym_int(), rows), 4), vector(Float32))
@@ -185,6 +213,6 @@ def compiled_gemm(
     work = (vector(Int32),) if kind == "both" else (vector(Int32), vector(Int32))
     layers = tuple(layer(columns) for _, columns in zip(parts, (columns1, columns2), strict=False))
     return cute.compile(
-        GroupedGemm(parts, STAGES, unroll, count, sender, recorded, spare), layers, outputs, work, vector(Int32), ready, spans,
+        GroupedGemm(parts, STAGES, unroll, count, sender, recorded, spare, codes), layers, outputs, work, vector(Int32), ready, spans,
         tuple(Int32(512) for _ in parts), Int32(132), make_fake_stream(use_tvm_ffi_env_stream=True), options="--enable-tvm-ffi",
     )  # fmt: skip

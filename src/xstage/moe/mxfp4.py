@@ -35,6 +35,8 @@ TILE = fp8.BLOCK
 BIAS = 127
 NAN_SCALE = 255
 LARGEST_SHIFT = 6
+TILE_CODE_BYTES = TILE * TILE // 2  # of a tile at rest: its codes, then the distances of its blocks
+TILE_BYTES = TILE_CODE_BYTES + TILE * TILE // BLOCK
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # The smallest float32 that is rounded to each code but the first. The middle between two goes to the even one, which is every other time
 # the upper.
@@ -169,6 +171,57 @@ def from_words(words: torch.Tensor) -> torch.Tensor:
     nibbles = unpack(words).unflatten(-1, (-1, 4, 2))  # [..., word, byte, lower or upper]
     signs = (nibbles >> 3).flip(-1).mT  # [..., word, first or second four, code]
     return pack((nibbles & 7).flatten(-3) | signs.flatten(-3) << 3)
+
+
+# ---- at rest, for a kernel
+
+
+def distances(scales: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
+    """How many powers of two a block's scale lies below the largest that `fold` has room for: LARGEST_SHIFT − shift, modulo 256.
+
+    Of a block that is not all zero it is 0 … 254 without the modulo. With the tile's scale it says the block's again: `from_distances`.
+
+    Args:
+        scales: uint8 [..., out, in / 32]. tiles: `tile_scales` of them, float32 [..., out / 128, in / 128].
+
+    Returns:
+        uint8 like `scales`.
+    """
+    return (_tile_bytes(tiles) + LARGEST_SHIFT - scales.int()).to(torch.uint8)
+
+
+def from_distances(below: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
+    """The scales that `distances` was given."""
+    return (_tile_bytes(tiles) + LARGEST_SHIFT - below.int()).to(torch.uint8)
+
+
+def to_tiles(words: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
+    """Tiles of 128 × 128 as they rest: the codes of column block 0 (32 codes, 16 bytes) of rows 0 … 127, of blocks 1, 2 and 3; then the
+    distances, four of every row.
+
+    Args:
+        words: uint8 [..., out, in / 2] in the order of `to_words`. below: uint8 [..., out, in / 32], `distances`.
+
+    Returns:
+        uint8 [..., out / 128, in / 128, TILE_BYTES].
+    """
+    codes = words.unflatten(-1, (-1, TILE // BLOCK, BLOCK // 2)).unflatten(-4, (-1, TILE))  # [..., m, row, k, block, byte]
+    codes = codes.movedim(-4, -2).flatten(-3)  # [..., m, k, block, row, byte]
+    blocks = below.unflatten(-1, (-1, TILE // BLOCK)).unflatten(-3, (-1, TILE)).transpose(-3, -2).flatten(-2)
+    return torch.cat((codes, blocks), -1)
+
+
+def from_tiles(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse of `to_tiles`."""
+    codes, blocks = tiles.split((TILE_CODE_BYTES, TILE_BYTES - TILE_CODE_BYTES), -1)
+    codes = codes.unflatten(-1, (TILE // BLOCK, TILE, BLOCK // 2)).movedim(-2, -4)
+    blocks = blocks.unflatten(-1, (TILE, TILE // BLOCK)).transpose(-3, -2)
+    return codes.flatten(-3).flatten(-3, -2), blocks.flatten(-2).flatten(-3, -2)
+
+
+def _tile_bytes(tiles: torch.Tensor) -> torch.Tensor:
+    """Exponents of tiles as a scale's byte would say them, one per block."""
+    return (tiles.contiguous().view(torch.int32) >> 23).repeat_interleave(TILE, -2).repeat_interleave(TILE // BLOCK, -1)
 
 
 def _scaled(packed: torch.Tensor, exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

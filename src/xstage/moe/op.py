@@ -5,7 +5,7 @@
         y = moe(x, topk_idx, topk_weights)          # [tokens, hidden] in bfloat16
 
 What it runs on: `fused`, or `serial` if the schedule says so (Hopper GPUs that reach each other's memory: `pipeline.KernelPipeline`),
-`torch` (other GPUs, and weights in MXFP4: `pipeline.TorchPipeline`), `reference` (CPU tensors, gloo). All ranks decide together, once,
+`torch` (other GPUs: `pipeline.TorchPipeline`), `reference` (CPU tensors, gloo). All ranks decide together, once,
 when the object is made; `torch` on GPUs is said once as a warning, or refused with `fallback="error"`.
 
 Tokens may differ between ranks and from call to call, and be none; a rank without tokens must call too, because its experts may have work.
@@ -81,7 +81,7 @@ class MegaMoE:
         lead_rows: D of `interleaved` and `alternating`: by how many rows of 128 tokens Linear-1 leads (None: see `WorkOrder.of`).
         clamp: bounds the gate above and up on both sides before SwiGLU (None: not).
         weight_format: how weights rest: `fp8`, e4m3 with a scale per 128 × 128; or `mxfp4`, e2m1 with a power of two per 32 of a row
-            (`xstage.moe.mxfp4`), which no kernel reads yet: on GPUs it is plain torch.
+            (`xstage.moe.mxfp4`), which the kernels decode on the way to the matrix unit (`xstage.moe.decode_sm90`).
         dtype: of x and of the output: bfloat16.
         device: None: the current GPU if the group has NCCL, else the CPU.
         timeout_s: bound of every wait on a peer, in kernels and on the host.
@@ -148,13 +148,11 @@ class MegaMoE:
         """What an object of these arguments holds on each rank, before anything is allocated.
 
         Raises:
-            XStageError: arguments that the layer would refuse, or a mode that has no kernel for the weights.
+            XStageError: arguments that the layer would refuse.
         """
         for name, value, known in (("mode", mode, MODES), ("weight_format", weight_format, arguments.WEIGHT_FORMATS)):
             if value not in known:
                 raise XStageError(f"{name}: {value!r} is not one of {', '.join(known)}")
-        if weight_format != "fp8" and mode in ("fused", "serial"):
-            raise XStageError(f"weight_format: {weight_format} has no kernel yet, so no mode {mode!r}; it has 'torch' and 'reference'")
         layout = arguments.layout(ranks, num_experts, hidden, intermediate, top_k, max_tokens_per_rank)
         weights = _WEIGHTS[weight_format].size_bytes(layout.experts_per_rank, hidden, intermediate)
         symmetric = 0 if mode == "torch" else replace(layout, direct=mode == "fused").size_bytes
@@ -269,14 +267,13 @@ class MegaMoE:
             return "reference"
         host = socket.gethostname()
         hosts = sorted(set(self._agreement.reach("host", host)))
-        why = _why_not_kernels(self.device, self.layout, self.intermediate, self.weight_format)
+        why = _why_not_kernels(self.device, self.layout, self.intermediate)
         if not why and len(hosts) > 1:
             why = f"ranks are on different hosts ({', '.join(hosts)})"
         reasons = self._agreement.reach("ability", why)
         if not any(reasons):
             # Making it is a meeting of all ranks, so a rank that knows that it cannot must have said so before.
             try:
-                assert isinstance(self._weights, Weights)  # others were a reason
                 self._kernels = KernelPipeline(
                     self.layout, self._weights, clamp=self.clamp, group=self.group, device=self.device, timeout_s=self.timeout_s,
                     tag=self.tag, order=self._order(),
@@ -413,10 +410,8 @@ def _(
     return x.new_empty(x.shape, dtype=torch.bfloat16), topk_idx.new_empty(counts, dtype=torch.int32)
 
 
-def _why_not_kernels(device: torch.device, layout: BufferLayout, intermediate: int, weight_format: str) -> str:
+def _why_not_kernels(device: torch.device, layout: BufferLayout, intermediate: int) -> str:
     """Empty if this rank can run the kernels, else the reason."""
-    if weight_format != "fp8":
-        return f"weight_format: {weight_format} has no kernel yet"
     if torch.cuda.get_device_capability(device) != (9, 0):
         return f"{torch.cuda.get_device_name(device)} is not a Hopper GPU (sm_90)"
     try:

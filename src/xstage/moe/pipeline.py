@@ -23,6 +23,7 @@ from xstage.moe.layout import BufferLayout
 from xstage.moe.reference import Linear, swiglu
 from xstage.moe.spans import Spans
 from xstage.moe.weights import Weights
+from xstage.moe.weights_mxfp4 import Mxfp4Weights
 from xstage.moe.work_table import WorkOrder
 
 
@@ -44,7 +45,7 @@ class KernelPipeline:
     """
 
     def __init__(
-        self, layout: BufferLayout, weights: Weights, *, clamp: float | None, group: dist.ProcessGroup, device: torch.device,
+        self, layout: BufferLayout, weights: Weights | Mxfp4Weights, *, clamp: float | None, group: dist.ProcessGroup, device: torch.device,
         timeout_s: float, tag: str, order: WorkOrder | None = None,
     ):  # fmt: skip
         from xstage.moe.exchange import Exchange

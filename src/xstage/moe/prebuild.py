@@ -34,12 +34,14 @@ def prebuild(
     folder: str | os.PathLike[str], shapes: Sequence[str | MoEShape], *, tokens: int, ranks: int,
     schedules: Sequence[str] = ("interleaved",), lead_rows: int | None = None, clamp: float | None = None,
     picks: Sequence[str] = ("int64",), rows: Sequence[str] = ("bfloat16",), processes: int | None = None,
+    weights: str = "fp8",
 ) -> list[Path]:  # fmt: skip
     """Fill `folder` with the kernels of layers; what is there already is left alone.
 
     Args:
         shapes: of `xstage.moe.shapes`, or their names. tokens: most per rank. schedules, lead_rows, clamp: as `MegaMoE` takes them.
         picks: `int32`, `int64`. rows: `bfloat16`, `float8_e4m3fn`. processes: None: one per processor.
+        weights: `weight_format` of `MegaMoE`.
 
     Returns:
         The objects in the folder.
@@ -49,19 +51,19 @@ def prebuild(
     """
     models = [shape(known) if isinstance(known, str) else known for known in shapes]
     for schedule in schedules:
-        arguments.check_options(schedule, lead_rows, clamp, None, "error")
+        arguments.check_options(schedule, lead_rows, clamp, None, "error", weights)
     for name, given, known in (("picks", picks, ("int32", "int64")), ("rows", rows, ("bfloat16", "float8_e4m3fn"))):
         if unknown := set(given) - set(known):
             raise XStageError(f"{name}: {sorted(unknown)[0]!r} is not one of {', '.join(known)}")
     work: list[Work] = []
     for model, schedule, wide, row in product(models, schedules, picks, rows):
-        work += kernels_of(model, tokens, ranks, schedule, lead_rows, clamp, wide == "int64", row == "float8_e4m3fn")
+        work += kernels_of(model, tokens, ranks, schedule, lead_rows, clamp, wide == "int64", row == "float8_e4m3fn", weights=weights)
     return fill(folder, work, processes)
 
 
 def kernels_of(
     model: MoEShape, tokens: int, ranks: int, schedule: str, lead_rows: int | None, clamp: float | None, wide: bool, quantized: bool,
-    pull: bool = False, recorded: bool = False,
+    pull: bool = False, recorded: bool = False, weights: str = "fp8",
 ) -> list[Work]:  # fmt: skip
     """What one layer compiles. pull: its exchange by reads. recorded: also the kernel of both GEMMs with spans."""
     from xstage.moe import exchange, grouped_gemm
@@ -74,9 +76,10 @@ def kernels_of(
     layout = arguments.layout(ranks, model.experts, model.hidden, model.intermediate, model.top_k, tokens)
     layout = replace(layout, direct=order is not None, pull=pull)
     exchange.check_layout(layout, model.intermediate)
-    gemms = grouped_gemm.kernels(model.hidden, model.intermediate, clamp, None if order is None else layout)
+    codes = weights == "mxfp4"
+    gemms = grouped_gemm.kernels(model.hidden, model.intermediate, clamp, None if order is None else layout, codes=codes)
     if recorded:
-        gemms += grouped_gemm.kernels(model.hidden, model.intermediate, clamp, layout, True)
+        gemms += grouped_gemm.kernels(model.hidden, model.intermediate, clamp, layout, True, codes)
     return [*exchange.kernels(layout, model.intermediate, order, wide, quantized), *gemms]
 
 

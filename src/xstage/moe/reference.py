@@ -116,9 +116,14 @@ class Mxfp4Linear(Linear):
     def shape(self) -> tuple[int, ...]:
         return (*self.weight.shape[:-1], 2 * self.weight.shape[-1])
 
-    def dense(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
+    def natural(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Words [out, in / 2] and scales [out, in / 32] of one expert, gate rows before up rows."""
         assert self.scales is not None
         words, scales = (t[expert] if self.undo is None else self.undo(t[expert]) for t in (self.weight, self.scales))
+        return words, scales
+
+    def dense(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        words, scales = self.natural(expert)
         return mxfp4.dequantize(mxfp4.from_words(words), scales, torch.promote_types(dtype, torch.float32)).to(dtype)
 
     def apply(self, expert: int, rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:

@@ -1,7 +1,9 @@
-"""Weights of the experts of one rank in MXFP4, resting in the order in which a kernel of the grouped GEMMs is to read them; none does yet.
+"""Weights of the experts of one rank in MXFP4, resting as the grouped GEMMs read them.
 
 * Rows lie as in `xstage.moe.weights`: gate and up mixed, Linear-2's in thread order; the scales of their blocks with them.
-* The codes of eight columns lie as `mxfp4.to_words` puts them. Nothing is rounded on the way: what was given comes back bit for bit.
+* The codes of eight columns lie as `mxfp4.to_words` puts them, in tiles of 128 rows × 128 columns (`mxfp4.to_tiles`), each one contiguous
+  piece: that is what a copy brings into a stage. Scales of blocks lie in the tile too, as their distance below the tile's
+  (`mxfp4.distances`), which is what decoding asks for. Nothing is rounded on the way: what was given comes back bit for bit.
 * Beside them the power of two of every 128 × 128 (`mxfp4.tile_scales`), in the place and form of the scales of fp8 weights.
 
 Weights come in high precision and are rounded once, or as packed codes with scales, as public checkpoints hold them. Either way one expert
@@ -11,6 +13,10 @@ Not covered: other blocks than 32 along the input, biases.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -25,11 +31,9 @@ class Mxfp4Weights:
     """Memory for the weights of `experts` experts, filled by `load`: 0.531 of what `Weights` take.
 
     Attributes:
-        w1: uint8 [experts, 2 · intermediate, hidden / 2], two codes a byte, gate and up mixed.
-        w1_blocks: uint8 (e8m0) [experts, 2 · intermediate, hidden / 32], rows as in `w1`.
+        w1: uint8 [experts, 2 · intermediate / 128, hidden / 128, TILE_BYTES], tiles of codes and distances, gate and up mixed.
         w1_scales: float32 [experts, hidden / 128, intermediate / 128, 2]: of 128 gate rows, of 128 up rows.
-        w2: uint8 [experts, hidden, intermediate / 2], rows in `quantize.thread_order`.
-        w2_blocks: uint8 (e8m0) [experts, hidden, intermediate / 32], rows as in `w2`.
+        w2: uint8 [experts, hidden / 128, intermediate / 128, TILE_BYTES], rows in `quantize.thread_order`.
         w2_scales: float32 [experts, intermediate / 128, hidden / 128].
         loaded: `load` was called. Loading again writes the same memory.
     """
@@ -37,18 +41,17 @@ class Mxfp4Weights:
     def __init__(self, experts: int, hidden: int, intermediate: int, device: torch.device):
         self.experts, self.hidden, self.intermediate, self.device = experts, hidden, intermediate, device
 
-        def of_bytes(rows: int, columns: int) -> torch.Tensor:
-            return torch.empty(experts, rows, columns, dtype=torch.uint8, device=device)
+        def tiles(rows: int, columns: int) -> torch.Tensor:
+            return torch.empty(experts, rows // BLOCK, columns // BLOCK, mxfp4.TILE_BYTES, dtype=torch.uint8, device=device)
 
-        self.w1, self.w1_blocks = of_bytes(2 * intermediate, hidden // 2), of_bytes(2 * intermediate, hidden // mxfp4.BLOCK)
-        self.w2, self.w2_blocks = of_bytes(hidden, intermediate // 2), of_bytes(hidden, intermediate // mxfp4.BLOCK)
+        self.w1, self.w2 = tiles(2 * intermediate, hidden), tiles(hidden, intermediate)
         self.w1_scales = torch.empty(experts, hidden // BLOCK, intermediate // BLOCK, 2, device=device)
         self.w2_scales = torch.empty(experts, intermediate // BLOCK, hidden // BLOCK, device=device)
         self.loaded = False
 
     @staticmethod
     def size_bytes(experts: int, hidden: int, intermediate: int) -> int:
-        """Bytes of all six tensors."""
+        """Bytes of all four tensors."""
         elements = experts * 3 * hidden * intermediate
         return elements // 2 + elements // mxfp4.BLOCK + elements // BLOCK**2 * 4
 
@@ -86,24 +89,55 @@ class Mxfp4Weights:
         with torch.no_grad():
             for expert in range(self.experts):
                 packed, blocks = _packed(w1, w1_scales, expert, self.device)
-                self.w1[expert].copy_(quantize.interleave_gate_up(mxfp4.to_words(packed)))
-                self.w1_blocks[expert].copy_(quantize.interleave_gate_up(blocks))
-                self.w1_scales[expert].copy_(mxfp4.tile_scales(packed, blocks).unflatten(0, (2, -1)).permute(2, 1, 0))
+                tiles = mxfp4.tile_scales(packed, blocks)
+                self.w1[expert].copy_(_resting(packed, blocks, tiles, quantize.interleave_gate_up))
+                self.w1_scales[expert].copy_(tiles.unflatten(0, (2, -1)).permute(2, 1, 0))
                 packed, blocks = _packed(w2, w2_scales, expert, self.device)
-                self.w2[expert].copy_(quantize.thread_order(mxfp4.to_words(packed)))
-                self.w2_blocks[expert].copy_(quantize.thread_order(blocks))
-                self.w2_scales[expert].copy_(mxfp4.tile_scales(packed, blocks).mT)
+                tiles = mxfp4.tile_scales(packed, blocks)
+                self.w2[expert].copy_(_resting(packed, blocks, tiles, quantize.thread_order))
+                self.w2_scales[expert].copy_(tiles.mT)
+        self.loaded = True
+
+    def fill(self, spread: int = 4) -> None:
+        """Random codes, blocks up to `spread` − 1 powers of two below the largest: made where they rest, for measurements."""
+        for w, scales, depth in ((self.w1, self.w1_scales, self.hidden), (self.w2, self.w2_scales, self.intermediate)):
+            w[..., : mxfp4.TILE_CODE_BYTES].random_(0, 256)
+            w[..., mxfp4.TILE_CODE_BYTES :].random_(0, spread)
+            # The largest block's scale times 3, about what codes are in the mean, is to be depth^−1/2.
+            scales.fill_(2.0 ** (round(math.log2(depth**-0.5 / 3)) - mxfp4.LARGEST_SHIFT))
         self.loaded = True
 
     @property
     def linear1(self) -> Mxfp4Linear:
         """Linear-1 for `xstage.moe.reference`: the same weights, and scales as they are now."""
-        return Mxfp4Linear(self.w1, self.w1_blocks, quantize.separate_gate_up)
+        return RestingLinear(self.w1, self.w1_scales.permute(0, 3, 2, 1).flatten(1, 2), quantize.separate_gate_up)
 
     @property
     def linear2(self) -> Mxfp4Linear:
         """Linear-2 likewise."""
-        return Mxfp4Linear(self.w2, self.w2_blocks, quantize.from_thread_order)
+        return RestingLinear(self.w2, self.w2_scales.mT, quantize.from_thread_order)
+
+
+@dataclass(frozen=True)
+class RestingLinear(Mxfp4Linear):
+    """weight: tiles, as they rest. scales: float32 of tiles, rows in natural order. undo: of rows at rest."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, rows, columns, _ = self.weight.shape
+        return experts, rows * BLOCK, columns * BLOCK
+
+    def natural(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.scales is not None
+        assert self.undo is not None
+        words, below = (self.undo(t) for t in mxfp4.from_tiles(self.weight[expert]))
+        return words, mxfp4.from_distances(below, self.scales[expert])
+
+
+def _resting(
+    packed: torch.Tensor, blocks: torch.Tensor, tiles: torch.Tensor, order: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:  # fmt: skip
+    return mxfp4.to_tiles(order(mxfp4.to_words(packed)), order(mxfp4.distances(blocks, tiles)))
 
 
 def _packed(w: torch.Tensor, scales: torch.Tensor | None, expert: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -43,7 +43,7 @@ from xstage.moe.op import MegaMoE
 from xstage.moe.pipeline import KernelPipeline, TorchPipeline
 from xstage.moe.reference import Linear
 from xstage.moe.shapes import MoEShape, shape
-from xstage.moe.weights import Weights
+from xstage.moe.weights_mxfp4 import Mxfp4Weights
 from xstage.moe.work_table import ORDERS, TILE_COLUMNS, WorkOrder
 from xstage.platform import Platform, load_platform
 
@@ -269,7 +269,11 @@ def prebuild(folder: str, *, shapes: Sequence[str] = SHAPES, tokens: int = 8192,
 
 
 def load_random(moe: MegaMoE, model: MoEShape) -> None:
-    """Random e4m3 weights, made on the GPU: the same arithmetic, and no matrix in high precision."""
+    """Random weights, made on the GPU: the same arithmetic, and no matrix in high precision. In MXFP4, where they rest."""
+    if isinstance(moe._weights, Mxfp4Weights):
+        moe._weights.fill()
+        torch.cuda.synchronize(moe.device)
+        return
     experts = model.experts // dist.get_world_size()
     made = []
     for rows, columns in ((2 * model.intermediate, model.hidden), (model.hidden, model.intermediate)):
@@ -284,7 +288,6 @@ def order_pipeline(moe: MegaMoE, order: str) -> KernelPipeline:
     """Both GEMMs in one kernel in that order of tiles, with buffers of its own and the weights of `moe`."""
     columns = (2 * moe.intermediate // TILE_COLUMNS, moe.layout.hidden // TILE_COLUMNS)
     clusters = torch.cuda.get_device_properties(moe.device).multi_processor_count // 2
-    assert isinstance(moe._weights, Weights)
     return KernelPipeline(
         moe.layout, moe._weights, clamp=moe.clamp, group=moe.group, device=moe.device, timeout_s=moe.timeout_s, tag=f"{moe.tag}/{order}",
         order=WorkOrder.of(order, *columns, lead_rows=None, instances=clusters),

@@ -1,8 +1,9 @@
 """The paper's comparison of tile orders (section 5.2.1, figure 8), measured: interleaved over expert-wave on two or more Hopper GPUs.
 
 A configuration is a shape of the paper, a routing, a number of tokens per rank and a share f of remote picks: 7 × 2 × 3 × 2 = 84. The
-paper's 84 are 7 × 2 × 3 with two precisions; of those only W8A8 exists here, at two shares instead. f = 7/8 gives each of two GPUs the
-egress that 8-way expert parallelism gives it. Sizes and skew are those of the simulated study (`moe84`): the paper does not print them.
+paper's 84 are 7 × 2 × 3 with two precisions; here a run has one, W8A8 or W4A8 (weights in MXFP4, a result file of its own), at two shares.
+f = 7/8 gives each of two GPUs the egress that 8-way expert parallelism gives it. Sizes and skew are those of the simulated study (`moe84`):
+the paper does not print them.
 
 Times are those of the whole layer in a CUDA graph, x in bf16, the same inputs for every variant, interleaved (`bench.timing`): both GEMMs
 in one kernel in either order, and `serial`, the strongest pipeline of one GEMM after the other. `schedule="auto"` makes one of these
@@ -13,7 +14,7 @@ set. Buffers hold the worst routing; a size whose buffers do not fit is a row th
 
 Ranks are even by construction: `routing.draw_remote` gives every rank the same hotness, so skew is between experts, not between GPUs.
 
-Not covered: 4-bit weights, ranks of different load, more than one host. What the simulator makes of the same rows: `moe_prediction`.
+Not covered: ranks of different load, more than one host. What the simulator makes of the same rows: `moe_prediction`.
 """
 
 from __future__ import annotations
@@ -47,24 +48,26 @@ SHAPES = tuple(model.name for model in PAPER)
 SIZES, SHARES = moe84.SIZES, (0.875, 0.5)
 ROUTINGS = {"balanced": 0.0, "power": moe84.ALPHA}  # exponent of the power law
 ORDERS = ("interleaved", "expert_wave")
+PRECISIONS = {"fp8": "W8A8", "mxfp4": "W4A8"}
 SHARE_NAMES = {0.875: "f78", 0.5: "f12"}  # as headline keys write them
 WITHIN = 1.02
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """model: the shape. routing: one of `ROUTINGS`. tokens: per rank. share: of remote picks."""
+    """model: the shape. routing: one of `ROUTINGS`. tokens: per rank. share: of remote picks. weights: their format."""
 
     model: MoEShape
     routing: str
     tokens: int
     share: float
+    weights: str = "fp8"
 
     @property
     def what(self) -> dict[str, Any]:
         """The row of a result file that names it."""
         return {
-            "shape": self.model.name, "synthetic": self.model.synthetic, "precision": "W8A8", "routing": self.routing,
+            "shape": self.model.name, "synthetic": self.model.synthetic, "precision": PRECISIONS[self.weights], "routing": self.routing,
             "alpha": ROUTINGS[self.routing], "tokens": self.tokens, "share": self.share,
         }  # fmt: skip
 
@@ -81,15 +84,19 @@ Measure = Callable[[Configuration], dict[str, Any]]
 Open = Callable[[MoEShape, int], AbstractContextManager[Measure]]
 
 
-def configurations(shapes: Sequence[str], sizes: Sequence[int], shares: Sequence[float]) -> list[list[Configuration]]:
+def configurations(
+    shapes: Sequence[str], sizes: Sequence[int], shares: Sequence[float], weights: str = "fp8"
+) -> list[list[Configuration]]:  # fmt: skip
     """All, in the order of measuring: lists of those for which a shape's weights and buffers are made once.
 
     First the first share at the first size for every shape, then the rest up to the second size, then size by size, so that a run that
     is cut short compares shapes.
 
     Raises:
-        XStageError: unknown shape, nothing to do, or numbers outside their range.
+        XStageError: unknown shape or format, nothing to do, or numbers outside their range.
     """
+    if weights not in PRECISIONS:
+        raise XStageError(f"weights: {weights!r} is not one of {', '.join(PRECISIONS)}")
     models = [shape(name) for name in shapes]
     for name, values, good in (
         ("shapes", shapes, True), ("sizes", sizes, all(tokens >= 1 for tokens in sizes)),
@@ -102,15 +109,15 @@ def configurations(shapes: Sequence[str], sizes: Sequence[int], shares: Sequence
     found = []
     for a, b in itertools.pairwise(cuts):
         for model in models if a < b else ():
-            found.append([Configuration(model, family, tokens, share) for tokens, share in both[a:b] for family in ROUTINGS])
+            found.append([Configuration(model, family, tokens, share, weights) for tokens, share in both[a:b] for family in ROUTINGS])
     return found
 
 
-def needed_bytes(model: MoEShape, tokens: int, ranks: int) -> int:
+def needed_bytes(model: MoEShape, tokens: int, ranks: int, weights: str = "fp8") -> int:
     """Bytes on each rank for `tokens` tokens: weights (twice, while they are made), buffers of all three pipelines, x and outputs."""
     sizes: dict[str, Any] = {
         "ranks": ranks, "num_experts": model.experts, "hidden": model.hidden, "intermediate": model.intermediate, "top_k": model.top_k,
-        "max_tokens_per_rank": tokens,
+        "max_tokens_per_rank": tokens, "weight_format": weights,
     }  # fmt: skip
     serial, fused = MegaMoE.plan_bytes(**sizes, mode="serial"), MegaMoE.plan_bytes(**sizes, mode="fused")
     tensors = tokens * (3 * 2 * model.hidden + 8 * 8 * model.experts)  # and what a draw of picks keeps per expert
@@ -139,13 +146,15 @@ def measured(rows: Sequence[Mapping[str, Any]], share: float | None = None) -> l
 
 
 def headline(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The paper's four figures over what was measured, per share, over serial, and how `auto` stands."""
+    """The paper's four figures over what was measured, per share, over serial, and how `auto` stands. Keys of W4A8 say so."""
     out: dict[str, dict[str, Any]] = {}
     if not (found := measured(rows)):
         return out
 
     def put(key: str, value: float, unit: str = "ratio") -> None:
-        out[key] = {"value": round(value, 4), "unit": unit}
+        out[named + key] = {"value": round(value, 4), "unit": unit}
+
+    named = "" if found[0].get("precision", "W8A8") == "W8A8" else "w4a8."
 
     def of(name: str, of_share: float | None = None) -> list[float]:
         return [r["derived"][name] for r in measured(rows, of_share)]
@@ -165,14 +174,14 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def run(
     out: str, *, shapes: Sequence[str] = SHAPES, sizes: Sequence[int] = SIZES, shares: Sequence[float] = SHARES, rounds: int = 5,
-    budget_s: float = 400.0, pause_s: float = 0.04,
+    budget_s: float = 400.0, pause_s: float = 0.04, weights: str = "fp8",
 ) -> dict[str, Any]:  # fmt: skip
     """Measure every configuration and write a result file after each; run by every rank (torchrun).
 
     Args:
         out: path of the result file; unfinished, it is continued. It is complete when it has all of the paper's shapes.
         shapes: of this run, names of `xstage.moe.shapes`. sizes: tokens per rank. shares: of remote picks.
-        budget_s: no configuration is begun after this many seconds.
+        budget_s: no configuration is begun after this many seconds. weights: their format; a result file has one.
 
     Returns:
         The content of the result file.
@@ -181,15 +190,15 @@ def run(
         UnsuitableMachine: fewer than two ranks, or the kernels cannot run here.
         XStageError: unknown shape, numbers outside their range, a path that cannot be written, or orders whose outputs differ.
     """
-    todo = configurations(shapes, sizes, shares)
+    todo = configurations(shapes, sizes, shares, weights)
     timing.start_group("bench moe")
     settings = {
-        "world": dist.get_world_size(), "sizes": list(sizes), "shares": list(shares), "routings": ROUTINGS, "precision": "W8A8",
-        "rounds": rounds, "pause_s": pause_s,
+        "world": dist.get_world_size(), "sizes": list(sizes), "shares": list(shares), "routings": ROUTINGS,
+        "precision": PRECISIONS[weights], "rounds": rounds, "pause_s": pause_s,
     }  # fmt: skip
     results = timing.ResultFile(out, "moe", write=dist.get_rank() == 0, settings=settings)
     free = min(timing.gather(torch.cuda.mem_get_info()[0]))
-    walk(results, todo, partial(_opened, rounds=rounds, pause_s=pause_s), dist.get_world_size(), free, budget_s)
+    walk(results, todo, partial(_opened, rounds=rounds, pause_s=pause_s, weights=weights), dist.get_world_size(), free, budget_s)
     if complete(results.content["rows"], sizes, shares):
         results.finish()
     timing.meet()
@@ -209,7 +218,7 @@ def walk(results: timing.ResultFile, todo: Sequence[Sequence[Configuration]], op
         free: bytes on each rank. Sizes that need more become rows with `skipped` and `needed_bytes`.
     """
     begun = time.monotonic()
-    need = {c: needed_bytes(c.model, c.tokens, ranks) for part in todo for c in part}
+    need = {c: needed_bytes(c.model, c.tokens, ranks, c.weights) for part in todo for c in part}
     most: dict[MoEShape, int] = {}
     for c in need:
         if need[c] <= free:
@@ -241,7 +250,7 @@ def walk(results: timing.ResultFile, todo: Sequence[Sequence[Configuration]], op
                 _say(row, time.monotonic() - begun)
 
 
-def prebuild(folder: str, *, shapes: Sequence[str] = SHAPES, tokens: int = max(SIZES), ranks: int = 2) -> int:
+def prebuild(folder: str, *, shapes: Sequence[str] = SHAPES, tokens: int = max(SIZES), ranks: int = 2, weights: str = "fp8") -> int:
     """Compile what the study uses into a folder for `XSTAGE_KERNELS`, without a GPU; returns how many kernels are there.
 
     Args:
@@ -252,7 +261,7 @@ def prebuild(folder: str, *, shapes: Sequence[str] = SHAPES, tokens: int = max(S
     work: list[Work] = []
     for model in [shape(name) for name in shapes]:
         for schedule in ("serial", *ORDERS):
-            work += kernels_of(model, tokens, ranks, schedule, None, None, True, False)
+            work += kernels_of(model, tokens, ranks, schedule, None, None, True, False, weights=weights)
     return len(fill(folder, work))
 
 
@@ -265,10 +274,10 @@ def _say(row: Mapping[str, Any], seconds: float) -> None:
 
 
 @contextmanager
-def _opened(model: MoEShape, most: int, rounds: int, pause_s: float) -> Iterator[Measure]:
+def _opened(model: MoEShape, most: int, rounds: int, pause_s: float, weights: str) -> Iterator[Measure]:
     with MegaMoE(
         num_experts=model.experts, hidden=model.hidden, intermediate=model.intermediate, top_k=model.top_k, max_tokens_per_rank=most,
-        schedule="serial", fallback="error",
+        schedule="serial", fallback="error", weight_format=weights,
     ) as moe:  # fmt: skip
         load_random(moe, model)
         torch.cuda.empty_cache()  # symmetric memory does not come out of torch's cache
@@ -276,8 +285,8 @@ def _opened(model: MoEShape, most: int, rounds: int, pause_s: float) -> Iterator
         fused = {order: order_pipeline(moe, order) for order in ORDERS}
         generator = torch.Generator(device=moe.device).manual_seed(1 + moe.rank)
         x = torch.randn(most, model.hidden, device=moe.device, generator=generator, dtype=torch.bfloat16)
-        weights = torch.rand(most, model.top_k, device=moe.device, generator=generator) / model.top_k
-        yield partial(_measure, moe, {"serial": moe._kernels, **fused}, x, weights, rounds=rounds, pause_s=pause_s)
+        factors = torch.rand(most, model.top_k, device=moe.device, generator=generator) / model.top_k
+        yield partial(_measure, moe, {"serial": moe._kernels, **fused}, x, factors, rounds=rounds, pause_s=pause_s)
         timing.meet()
         for pipeline in fused.values():
             pipeline.free()

@@ -1,0 +1,141 @@
+"""MXFP4 weights of the grouped GEMM (`gemm_sm90`) on their way to the matrix unit: a fourth warpgroup turns codes into e4m3.
+
+A stage of the ring carries codes instead of e4m3: of two tiles of 128 weight rows × 128 of K, each `mxfp4.TILE_BYTES` as they rest in
+memory, so a tile is one bulk copy, and one for both CTAs of a cluster where they share the weight. Codes and the distances of their
+blocks come together. The decoding warpgroup writes *halves*, such tiles in e4m3 as wgmma reads them (128-byte swizzle), into a ring of
+`HALVES` of its own, in the order in which the math warps multiply: a stage's first tile, then its second.
+
+    loading warp ─ full ─► decoding warps ─ decoded ─► math warps
+         ▲  ▲                  │    ▲                  │ │
+         │  └─ empty ──────────┘    └────── free ──────┘ │
+         └──── empty ────────────────────────────────────┘
+
+* `full` (of a stage): the copies. Decoding and math warps both wait for it, these for the rows and the scales of rows.
+* `decoded` (of a half): each decoding warp arrives once its lanes have written and made a proxy fence: the matrix unit reads shared memory
+  as the copy engine does.
+* `free` (of a half): each math warp arrives when its wgmma of that half are over.
+* `empty` (of a stage): math warps, when they are done with the stage, and decoding warps, when they have read its second tile; of both
+  CTAs, because either may have been the one that loaded for both.
+
+Decoding warps learn like the math warps from a stage's word that there is no more; they need not know which tile a stage belongs to. No
+wait is new to a loading warp but that for more arrivals, decoding warps wait only for what is loaded and for halves that the math warps
+are about to finish, and these for halves in the order in which they are made. So nothing waits in a circle.
+
+A thread has a row of a tile: four blocks of 32 codes, 16 bytes each. A warp's accesses to shared memory hit every bank equally: blocks
+lie row by row (`mxfp4.to_tiles`), and the swizzle puts eight rows' pieces into eight groups of banks. A block's distance gives its table
+of magnitudes: two multiply-adds where all are normal numbers, by conversions where a warp has any that are not (`device.fp4`).
+
+Not covered: wgmma with the weight in registers, halves of fewer columns for tiles with few rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from xstage.device import fp4, registers, stores
+from xstage.moe.mxfp4 import LARGEST_SHIFT, TILE_BYTES, TILE_CODE_BYTES
+
+HALVES = 3
+HALF_BYTES = 128 * 128
+THREADS = 512
+WARPS = 4  # that decode
+# Of a math, a loading and a decoding thread: 128 · (2 · 216 + 40 + 40) is all that an SM has.
+MATH_REGISTERS, DECODE_REGISTERS = 224, 24
+
+
+def half_of(turn: Int32, ahead: int = 0) -> tuple[Int32, Int32]:
+    """Place and phase of the half that comes `ahead` after `turn`, which counts halves modulo 2 · HALVES."""
+    turn = turn_after(turn, ahead)
+    wrapped = turn >= HALVES
+    return Int32(cutlass.select_(wrapped, turn - HALVES, turn)), Int32(wrapped)
+
+
+def turn_after(turn: Int32, halves: int) -> Int32:
+    """The count after so many more."""
+    if halves % (2 * HALVES) == 0:
+        return turn
+    turn = turn + halves % (2 * HALVES)
+    return Int32(cutlass.select_(turn >= 2 * HALVES, turn - 2 * HALVES, turn))
+
+
+@cute.jit
+def load_codes(
+    tiles: cute.Tensor, tile: Int32, k_blocks: Int32, k: Int32, target: Int32, barrier: Int32, both: cutlass.Constexpr[bool]
+) -> None:
+    """One thread: block `k` of tile `tile` to shared memory at `target`; `both`: of either CTA of the cluster."""
+    origin = tiles.iterator.toint() + (Int64(tile) * k_blocks + k) * TILE_BYTES
+    if const_expr(both):
+        stores.bulk_load_cluster(target, origin, Int32(TILE_BYTES), barrier, Int32(3))
+    else:
+        stores.bulk_load(target, origin, Int32(TILE_BYTES), barrier)
+
+
+@cute.jit
+def decode_stages(
+    words: cute.Tensor, word: cutlass.Constexpr[int], codes: Int32, halves: Int32, rings: Any, stages: cutlass.Constexpr[int],
+    ctas: cutlass.Constexpr[int],
+) -> None:  # fmt: skip
+    """The decoding warpgroup: every stage that comes, until one has the word −1.
+
+    Args:
+        words: int32 [·, stages], shared; row `word` is the word of a stage. codes, halves: shared addresses of both rings' memory.
+        rings: mbarriers `full`, `empty`, `decoded`, `free`. stages: of the first ring. ctas: of the cluster.
+    """
+    full, empty, decoded, free = rings
+    thread, lane = cute.arch.thread_idx()[0] % 128, cute.arch.lane_idx()
+    stage, phase, turn = Int32(0), Int32(0), Int32(0)
+    cute.arch.mbarrier_wait(full + stage, phase)
+    while words[word, stage] >= 0:
+        for tile in cutlass.range_constexpr(2):
+            place, flip = half_of(turn)
+            source = codes + (stage * 2 + tile) * TILE_BYTES
+            ahead = load_ahead(source, thread)
+            cute.arch.mbarrier_wait(free + place, flip ^ 1)
+            decode_tile(source, halves + place * HALF_BYTES, thread, *ahead)
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(decoded + place)
+            turn = turn_after(turn, 1)
+        if lane < ctas:
+            cute.arch.mbarrier_arrive(empty + stage, lane)
+        stage += 1
+        if stage == stages:
+            stage = Int32(0)
+            phase ^= 1
+        cute.arch.mbarrier_wait(full + stage, phase)
+
+
+@cute.jit
+def load_ahead(source: Int32, row: Int32) -> tuple[Any, Any]:
+    """What `decode_tile` needs first of a row, while it may not yet write: distances of its blocks, and the first block's codes."""
+    return registers.load_shared_32(source + TILE_CODE_BYTES + row * 4), registers.load_shared_128(source + row * 16)
+
+
+@cute.jit
+def decode_tile(source: Int32, target: Int32, row: Int32, distances: Int32, codes: Any) -> None:
+    """Row `row` of a tile of codes at shared address `source` to e4m3 in the tile at `target`. All lanes of a warp call it."""
+    # Which bytes are above 11: one of the upper four bits, or both below.
+    far = (distances & Int32(-0x0F0F0F10)) | (distances & (distances << 1) & 0x08080808)
+    to = target + row * 128 + row % 8 * 16
+    if cute.arch.vote_any_sync(far != 0):
+        _decode_row(source + row * 16, to, distances, codes, False)
+    else:
+        _decode_row(source + row * 16, to, distances, codes, True)
+
+
+@cute.jit
+def _decode_row(source: Int32, to: Int32, distances: Int32, codes: Any, normal: cutlass.Constexpr[bool]) -> None:
+    for block in cutlass.range_constexpr(4):
+        a, b, c, d = codes
+        if const_expr(block < 3):  # the next block's, before this one's are written: a load does not pass a store
+            codes = registers.load_shared_128(source + (block + 1) * 2048)
+        shift = LARGEST_SHIFT - ((distances >> 8 * block) & 0xFF)
+        low, high = fp4.normal_magnitudes(shift) if const_expr(normal) else fp4.magnitudes(shift)
+        for piece, words in ((0, (a, b)), (1, (c, d))):
+            first, second = fp4.decode(words[0], low, high), fp4.decode(words[1], low, high)
+            registers.store_shared_128(to ^ (block * 32 + piece * 16), *first, *second)
