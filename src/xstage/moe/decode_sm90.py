@@ -40,11 +40,12 @@ from xstage.device import fp4, registers, stores
 from xstage.moe.mxfp4 import LARGEST_SHIFT, TILE_BYTES, TILE_CODE_BYTES
 
 HALVES = 3
+AHEAD = 2  # blocks whose codes are loaded before they are needed
 HALF_BYTES = 128 * 128
 THREADS = 512
 WARPS = 4  # that decode
-# Of a math, a loading and a decoding thread: 128 · (2 · 216 + 40 + 40) is all that an SM has.
-MATH_REGISTERS, DECODE_REGISTERS = 224, 24
+# Of a math, a loading and a decoding thread: 128 · (2 · 224 + 32 + 32) is all that an SM has.
+MATH_REGISTERS, LOAD_REGISTERS, DECODE_REGISTERS = 224, 32, 32
 
 
 def half_of(turn: Int32, ahead: int = 0) -> tuple[Int32, Int32]:
@@ -90,12 +91,14 @@ def decode_stages(
     stage, phase, turn = Int32(0), Int32(0), Int32(0)
     cute.arch.mbarrier_wait(full + stage, phase)
     while words[word, stage] >= 0:
+        source = codes + stage * 2 * TILE_BYTES
+        ahead = load_ahead(source, thread)
         for tile in cutlass.range_constexpr(2):
             place, flip = half_of(turn)
-            source = codes + (stage * 2 + tile) * TILE_BYTES
-            ahead = load_ahead(source, thread)
             cute.arch.mbarrier_wait(free + place, flip ^ 1)
-            decode_tile(source, halves + place * HALF_BYTES, thread, *ahead)
+            decode_tile(source + tile * TILE_BYTES, halves + place * HALF_BYTES, thread, *ahead)
+            if const_expr(tile == 0):  # before the fence, which waits
+                ahead = load_ahead(source + TILE_BYTES, thread)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
             if lane == 0:
@@ -112,8 +115,9 @@ def decode_stages(
 
 @cute.jit
 def load_ahead(source: Int32, row: Int32) -> tuple[Any, Any]:
-    """What `decode_tile` needs first of a row, while it may not yet write: distances of its blocks, and the first block's codes."""
-    return registers.load_shared_32(source + TILE_CODE_BYTES + row * 4), registers.load_shared_128(source + row * 16)
+    """What `decode_tile` needs first of a row, while it may not yet write: distances of its blocks, and the first `AHEAD` blocks' codes."""
+    distances = registers.load_shared_32(source + TILE_CODE_BYTES + row * 4)
+    return distances, tuple(registers.load_shared_128(source + row * 16 + block * 2048) for block in range(AHEAD))
 
 
 @cute.jit
@@ -130,10 +134,11 @@ def decode_tile(source: Int32, target: Int32, row: Int32, distances: Int32, code
 
 @cute.jit
 def _decode_row(source: Int32, to: Int32, distances: Int32, codes: Any, normal: cutlass.Constexpr[bool]) -> None:
+    codes = list(codes)
     for block in cutlass.range_constexpr(4):
-        a, b, c, d = codes
-        if const_expr(block < 3):  # the next block's, before this one's are written: a load does not pass a store
-            codes = registers.load_shared_128(source + (block + 1) * 2048)
+        a, b, c, d = codes[block]
+        if const_expr(block + AHEAD < 4):  # before this block's are written: a load does not pass a store
+            codes.append(registers.load_shared_128(source + (block + AHEAD) * 2048))
         shift = LARGEST_SHIFT - ((distances >> 8 * block) & 0xFF)
         low, high = fp4.normal_magnitudes(shift) if const_expr(normal) else fp4.magnitudes(shift)
         for piece, words in ((0, (a, b)), (1, (c, d))):

@@ -8,7 +8,8 @@ and mbarriers), two multiply, 64 rows each, as two wgmma of 64 × 128. A product
 take two row tiles of one expert and share its weight by multicast; where an expert has an odd row tile left, they take two column
 tiles of it and share the rows. Which, and in what order, stands in a work table made on the device (`xstage.moe.work_table`).
 
-Scales ride in the stage, and in a tile's first stage so does the word that says which tile it is: the math warps look nothing up. The
+Scales ride in the stage, and in a tile's first stage so do two words that say which tile it is, and whether half its rows or more are
+padding: the math warps look nothing up, and in such a tile the second warpgroup multiplies nothing but the last round. The
 loop over K goes in unrolled rounds of a few stages, so that no wgmma is in flight across a back edge, which would make ptxas serialise
 them all. 192 of a thread's 232 registers are sums, hence an epilogue works on one half of 128 columns at a time; the first half's runs
 under the second half's last wgmma.
@@ -19,8 +20,8 @@ let the slowest cluster decide when the kernel ends, and hold up all others wher
 
 1. One warp of a cluster's first CTA, the taker, takes an entry (one atomic add), looks it up (one load) and sends it to the loading warps
    of both CTAs (`st.async` into a slot, an mbarrier counts the bytes). It does so when both have said that the slot is free, which they do
-   when what their tile waits for is there and they begin to load: so the next entry comes during the time of a tile, no loading warp waits
-   for memory, and a cluster holds no more than what it computes and one entry besides.
+   `TAKEN_BEFORE` stages before the end of their tile: late, so that entries that stand side by side begin side by side, however long the
+   tiles before them were, and what they share is still in the L2 cache; and early enough that no loading warp waits for memory.
 2. The math warps learn from the ring which tile it is. They stage a Linear-1 tile in shared memory, write its scales, and hand it to the
    store warp (a named barrier `STAGED` per warpgroup, and a word that says which tile; −1 ends it).
 3. The store warp copies it to memory, says that the staging is free (`FREE`), waits until the copy is complete, and adds one to
@@ -82,8 +83,9 @@ CLUSTER = 2
 THREADS = 384
 SHARED_BYTES = 227 * 1024  # as much as a CTA can have
 SCALES = TILE_M + 32  # floats of a stage: a scale per row, then four of the weight, then the tile's word
-WORD = TILE_M + 4
+WORD, FEW = TILE_M + 4, TILE_M + 5
 MATH_REGISTERS, LOAD_REGISTERS = 232, 40
+TAKEN_BEFORE = 6  # stages: with so many of a tile left to load, its cluster takes the next entry
 
 
 class GroupedGemm:
@@ -235,7 +237,7 @@ class GroupedGemm:
             marks = (progress + 8, spans[1])
         entry = (Int32(shared.entry.data_ptr().toint()), shared.entry_barriers.data_ptr())
         if thread // 128 == 2:
-            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            cute.arch.setmaxregister_decrease(decode_sm90.LOAD_REGISTERS if const_expr(self.codes) else LOAD_REGISTERS)
             if warp == 8:
                 slots = [shared.a.get_tensor(slots_a.outer, swizzle=slots_a.inner), shared.a.get_tensor(halves_a.outer, swizzle=halves_a.inner), shared.w.get_tensor(slots_w.outer, swizzle=slots_w.inner)]  # fmt: skip  # noqa: E501
                 given = (s_scales, member, full, empty, codes)
@@ -305,8 +307,17 @@ class GroupedGemm:
                     self.epilogues[0].warm(m)
             else:
                 self.epilogues[0].warm(m)
+            idle = Int32(0)
+            if const_expr(two):
+                idle = _words(s_scales)[FEW, base] * (thread // 128)
             for _ in cutlass.range(rounds // self.unroll - 1, unroll=1):
-                self._round(-1, fixed, base, phase, turn, m, n, layer)
+                if const_expr(two):
+                    if idle == 0:
+                        self._round(-1, fixed, base, phase, turn, m, n, layer)
+                    else:
+                        self._pass(rings, base, phase, turn)
+                else:
+                    self._round(-1, fixed, base, phase, turn, m, n, layer)
                 base, phase, turn = self._next(base, phase, turn)
             if const_expr(two):
                 if staged == 1:
@@ -342,7 +353,7 @@ class GroupedGemm:
             index += step
             after = self._tile(table, index + step, entries, member)
             next_expert = experts[cutlass.max(following, 0) >> ROW_SHIFT]
-            stage, phase = self._load_tile(source, parts, given, mine, expert, stage, phase)
+            stage, phase = self._load_tile(source, parts, given, mine, expert, stage, phase, None)
             mine, following, expert = following, after, next_expert
         self._end(given, stage, phase)
 
@@ -368,15 +379,13 @@ class GroupedGemm:
                 self._wait_ready(ready, mine >> ROW_SHIFT, sources[0][-1] // 2)
                 if const_expr(self.recorded):
                     spans_sm90.close(marks[0], spans_sm90.LOADS, WAIT_END, marks[1])
-                self._release(entry)
-                stage, phase = self._load_tile(sources[1], parts[1], given, mine, expert, stage, phase)
+                stage, phase = self._load_tile(sources[1], parts[1], given, mine, expert, stage, phase, (entry, end))
             else:
                 if const_expr(self.sender is not None):
                     self._wait_arrived(ready, mine >> ROW_SHIFT, end)
                 if const_expr(self.recorded):
                     spans_sm90.close(marks[0], spans_sm90.LOADS, WAIT_END, marks[1])
-                self._release(entry)
-                stage, phase = self._load_tile(sources[0], parts[0], given, mine, expert, stage, phase)
+                stage, phase = self._load_tile(sources[0], parts[0], given, mine, expert, stage, phase, (entry, end))
             mine, expert, end = self._receive(entry, turn, progress)
         self._end(given, stage, phase)
 
@@ -446,7 +455,8 @@ class GroupedGemm:
         ]
 
     @cute.jit
-    def _load_tile(self, source, parts, given, mine, expert, stage, phase) -> tuple[Int32, Int32]:
+    def _load_tile(self, source, parts, given, mine, expert, stage, phase, taken) -> tuple[Int32, Int32]:
+        """A tile's steps of K. taken: of two layers, the entry's slot and the end of its expert's real rows."""
         (load_a, _), (share_a, _) = source[:2]
         a_scales, weight_scales, rows, k_blocks, n_blocks = source[-5:]
         (to_a, from_a), (to_half, from_half) = parts[:2]
@@ -460,11 +470,19 @@ class GroupedGemm:
         both, words = cutlass.Int16(3), _words(s_scales)
         w_block = expert * n_blocks + n * 2
         w_scale = expert * k_blocks * n_blocks + n // 2 * 4  # 16 bytes: the scales of this tile and of its neighbour
+        few, late = Int32(0), Int32(0)
+        if const_expr(taken is not None):
+            few, late = Int32(taken[1] - m * TILE_M <= TILE_M // 2), cutlass.max(k_blocks - TAKEN_BEFORE, 0)
         for k in cutlass.range(k_blocks, unroll=1):
+            if const_expr(taken is not None):
+                if k == late:
+                    self._release(taken[0])
             cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
             bar = full + stage
             with cute.arch.elect_one():
-                words[WORD, stage] = mine  # only the first stage's is read
+                words[WORD, stage] = mine  # only the first stage's are read
+                if const_expr(taken is not None):
+                    words[FEW, stage] = few
                 cute.arch.mbarrier_arrive_and_expect_tx(bar, TILE_M * TILE_K + w_bytes + TILE_M * 4 + 16)
             if mine & 1 == 0:
                 cute.copy(load_a, from_a[(None, m, k)], to_a[(None, stage)], tma_bar_ptr=bar)
@@ -595,6 +613,23 @@ class GroupedGemm:
             self.epilogues[last].half(1, first, second, m, n)
             if const_expr(self.recorded):
                 spans_sm90.close(marks[0], spans_sm90.MATH, END, marks[1])
+
+    @cute.jit
+    def _pass(self, rings, base, phase, turn) -> None:
+        """`_round` of a warpgroup whose rows are all padding: it only says that it is done with what was loaded."""
+        full, empty, decoded, free = rings
+        lane = cute.arch.lane_idx()
+        for i in cutlass.range_constexpr(self.unroll):
+            stage = base + i if const_expr(self.unroll < self.stages) else i
+            cute.arch.mbarrier_wait(full + stage, phase)
+            if const_expr(self.codes):
+                for half in cutlass.range_constexpr(2):
+                    place, flip = decode_sm90.half_of(turn, 2 * i + half)
+                    cute.arch.mbarrier_wait(decoded + place, flip)
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive(free + place)
+            if lane < CLUSTER:
+                cute.arch.mbarrier_arrive(empty + stage, lane)
 
     @cute.jit
     def _next(self, base: Int32, phase: Int32, turn: Int32) -> tuple[Int32, Int32, Int32]:

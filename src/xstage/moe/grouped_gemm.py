@@ -191,8 +191,9 @@ def compiled_gemm(
         return cute.sym_int(divisibility=128)
 
     def layer(columns: Any) -> Any:
+        weight = (cute.sym_int(), wide()) if codes else (wide(), TILE_K)
         return (
-            matrix(Uint8, (rows, wide()), 128), matrix(Uint8, (wide(), wide() if codes else TILE_K), 128),
+            matrix(Uint8, (rows, wide()), 128), matrix(Uint8, weight, 128),
             matrix(Float32, (cute.sym_int(), rows), 4), matrix(Float32, (cute.sym_int(), cute.sym_int(), columns), 4),
         )  # fmt: skip
 
