@@ -89,7 +89,6 @@ def test_machine_code_with_codes(kind: str, option: float | None, sizes: tuple[i
     """Weights in MXFP4: as many matrix instructions, codes by multicast, and every warpgroup within its registers."""
 
     from xstage.moe import decode_sm90, grouped_gemm
-    from xstage.moe.gemm_sm90 import LOAD_REGISTERS
 
     layout = None if sizes is None else BufferLayout(*sizes, direct=True)
     code = machine_code.of(grouped_gemm.compiled_gemm(kind, 2, option, layout, recorded, 0, True))["sass"]
@@ -100,8 +99,9 @@ def test_machine_code_with_codes(kind: str, option: float | None, sizes: tuple[i
     starts = [found.start() for found in re.finditer(r"USETMAXREG", code)]
     assert len(starts) == 3
     loading, decoding, math = (code[a:b] for a, b in zip(starts, [*starts[1:], None], strict=True))
-    assert 128 * (LOAD_REGISTERS + decode_sm90.DECODE_REGISTERS + 2 * decode_sm90.MATH_REGISTERS) <= 65536
-    for part, registers in ((loading, LOAD_REGISTERS), (decoding, decode_sm90.DECODE_REGISTERS), (math, decode_sm90.MATH_REGISTERS)):
+    has = (decode_sm90.LOAD_REGISTERS, decode_sm90.DECODE_REGISTERS, decode_sm90.MATH_REGISTERS)
+    assert 128 * (has[0] + has[1] + 2 * has[2]) <= 65536
+    for part, registers in zip((loading, decoding, math), has, strict=True):
         assert f"0x{registers:x}" in part[: part.index(";")]
         assert max(int(number) for number in re.findall(r"\bR(\d+)\b", part)) < registers
     for part in (loading, decoding):

@@ -201,8 +201,8 @@ class GroupedGemm:
         empty = full + self.stages
         codes, decoded, free = None, None, None
         if const_expr(self.codes):
-            coded = SmemAllocator().allocate(self.coded)
-            codes, decoded = Int32(coded.codes.data_ptr().toint()), coded.barriers.data_ptr()
+            own = SmemAllocator().allocate(self.coded)
+            codes, decoded = Int32(own.codes.data_ptr().toint()), own.barriers.data_ptr()
             free = decoded + decode_sm90.HALVES
         if warp == 0:
             for source in sources:
@@ -482,7 +482,7 @@ class GroupedGemm:
             with cute.arch.elect_one():
                 words[WORD, stage] = mine  # only the first stage's are read
                 if const_expr(taken is not None):
-                    words[FEW, stage] = few
+                    words[FEW, stage] = few * Int32(k < k_blocks - self.unroll)  # not of the last round
                 cute.arch.mbarrier_arrive_and_expect_tx(bar, TILE_M * TILE_K + w_bytes + TILE_M * 4 + 16)
             if mine & 1 == 0:
                 cute.copy(load_a, from_a[(None, m, k)], to_a[(None, stage)], tma_bar_ptr=bar)
@@ -619,15 +619,16 @@ class GroupedGemm:
         """`_round` of a warpgroup whose rows are all padding: it only says that it is done with what was loaded."""
         full, empty, decoded, free = rings
         lane = cute.arch.lane_idx()
-        for i in cutlass.range_constexpr(self.unroll):
-            stage = base + i if const_expr(self.unroll < self.stages) else i
+        for i in cutlass.range(self.unroll, unroll=1):
+            stage = base + i
             cute.arch.mbarrier_wait(full + stage, phase)
             if const_expr(self.codes):
                 for half in cutlass.range_constexpr(2):
-                    place, flip = decode_sm90.half_of(turn, 2 * i + half)
+                    place, flip = decode_sm90.half_of(turn, half)
                     cute.arch.mbarrier_wait(decoded + place, flip)
                     if lane == 0:
                         cute.arch.mbarrier_arrive(free + place)
+                turn = decode_sm90.turn_after(turn, 2)
             if lane < CLUSTER:
                 cute.arch.mbarrier_arrive(empty + stage, lane)
 
