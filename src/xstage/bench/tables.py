@@ -423,6 +423,23 @@ def _moe_dispatch_table(results: Path) -> str:
     return grid(head, rows) + f"\n\n{said}; `results/h200x2/moe-layer.json`."
 
 
+def _moe_small_table(results: Path) -> str:
+    path = results / "h200x2" / "moe-layer-small.json"
+    if not path.exists():
+        return "Not measured yet."
+    columns = {
+        "step by step": "serial", "interleaved": "interleaved", "wave": "expert_wave", "DeepGEMM's fused layer": "deep_gemm_mega",
+    }  # fmt: skip
+    rows = []
+    for r in _read(path)["rows"]:
+        ns = {name: t["slowest_ns"] for group in r["groups"].values() for name, t in group.items()}
+        gemms = f"{(ns['linear1'] + ns['linear2']) / 1e3:,.0f}"
+        times = [f"{ns[name] / 1e3:,.0f}" for name in columns.values()]
+        rows.append([f"{r['shape']}, {r['tokens']:,}", gemms, *times, f"{r['derived']['speedup_public']:.2f}"])
+    said = "µs per call, slowest of 2 ranks, medians; f = 1/2; `results/h200x2/moe-layer-small.json`."
+    return grid(["model, tokens per rank", "GEMMs", *columns, "over `auto`"], rows) + "\n\n" + said
+
+
 def _moe_summary_table(results: Path) -> str:
     path = results / "h200x2" / "moe-layer.json"
     rows = []
@@ -510,6 +527,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "moe-orders": moe_orders_table,
     "moe-spans": moe_spans_table,
     "moe-summary": _moe_summary_table,
+    "moe-small": _moe_small_table,
     "moe-dispatch": _moe_dispatch_table,
     "moe-gemm": _moe_gemm_table,
     "moe-model": _moe_model_table,

@@ -49,6 +49,7 @@ from xstage.platform import Platform, load_platform
 
 SHAPES, SHARES = ("Qwen3.5", "DSv4-Flash", "Hy3", "Qwen3-30B", "GLM-5.2"), (0.5, 0.875)
 OVERHEAD_NS = 150e3
+SMALL = 1024  # tokens per rank
 GROUPS = ("gemm", "layer", "torch")
 # Shapes as headline keys write them.
 MODELS = {"Qwen3.5": "qwen35", "DSv4-Flash": "dsv4_flash", "Hy3": "hy3", "Qwen3-30B": "qwen3_30b", "GLM-5.2": "glm52"}
@@ -147,8 +148,13 @@ def derived(
 
 
 def headline(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Headline figures per shape: GEMMs against DeepGEMM, times of the layer step by step and in one kernel; and over all shapes."""
+    """Headline figures per shape: GEMMs against DeepGEMM, times of the layer step by step and in one kernel; and over all shapes.
+
+    Of rows with at most `SMALL` tokens only how they stand against the public kernel.
+    """
     out: dict[str, dict[str, Any]] = {}
+    small = [r["derived"]["speedup_public"] for r in rows if r["tokens"] <= SMALL and "speedup_public" in r["derived"]]
+    rows = [r for r in rows if r["tokens"] > SMALL]
 
     def put(key: str, value: float, unit: str = "ratio") -> None:
         out[key] = {"value": round(value, 4), "unit": unit}
@@ -181,6 +187,8 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     if ratios := all_of("interleaved_over_wave", 0.875):
         put("moe.interleaved_over_wave.f78.geomean", geometric_mean(ratios))
         put("moe.interleaved_over_wave.f78.max", max(ratios))
+    if small:
+        put("moe.speedup_public.small.geomean", geometric_mean(small))
     return out
 
 
