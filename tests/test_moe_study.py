@@ -43,7 +43,8 @@ def test_bytes_of_a_rank() -> None:
 
 def row(share: float) -> dict[str, object]:
     return {
-        "shape": "Hy3", "share": share, "derived": {"gemm_over_deepgemm": 0.95, "serial_over_bound": 1 + share, "bound_ns": 3e6},
+        "shape": "Hy3", "tokens": 8192, "share": share,
+        "derived": {"gemm_over_deepgemm": 0.95, "serial_over_bound": 1 + share, "bound_ns": 3e6},
         "groups": {"gemm": {n: t.to_json() for n, t in GEMM.items()}, "layer": {"serial": {"slowest_ns": 3.21e6}}},
     }  # fmt: skip
 
@@ -63,13 +64,25 @@ def test_headline_of_one_kernel() -> None:
         assert derived["interleaved_over_wave"] == 1.25
         assert (derived["speedup_unfused"], derived["speedup_public"]) == ((1.5, 2.0) if share == 0.5 else (1.2, 1.6))
         groups = {group: {n: t.to_json() for n, t in times.items()} for group, times in measured.items()}
-        rows.append({"shape": "GLM-5.2", "share": share, "derived": derived, "groups": groups})
+        rows.append({"shape": "GLM-5.2", "tokens": 8192, "share": share, "derived": derived, "groups": groups})
     figures = {key: entry["value"] for key, entry in study.headline(rows).items()}
     assert figures == {
         "moe.gemm_over_deepgemm.glm52": 0.75, "moe.serial_us.f12.glm52": 3.0, "moe.over_compute_only.f12.glm52": 1.3333,
         "moe.time_us.f12.glm52": 2.0, "moe.time_us.f78.glm52": 2.5, "moe.speedup_unfused.geomean": 1.5, "moe.speedup_public.geomean": 2.0,
         "moe.speedup_public.min": 2.0, "moe.interleaved_over_wave.f78.geomean": 1.25, "moe.interleaved_over_wave.f78.max": 1.25,
     }  # fmt: skip
+    few = study.headline([{**rows[0], "tokens": tokens} for tokens in (512, 1024)])
+    assert few == {"moe.speedup_public.small.geomean": {"value": 2.0, "unit": "ratio"}}
+
+
+def test_table_of_few_tokens(tmp_path: Path) -> None:
+    assert tables.TABLES["moe-small"](tmp_path) == "Not measured yet."
+    (tmp_path / "h200x2").mkdir()
+    layer = {**LAYER, "interleaved": at(2000), "expert_wave": at(2500), "serial": at(3000), "deep_gemm_mega": at(4000)}
+    groups = {group: {n: t.to_json() for n, t in times.items()} for group, times in {"gemm": GEMM, "layer": layer}.items()}
+    content = {"rows": [{"shape": "Hy3", "tokens": 1024, "derived": {"speedup_public": 2.0}, "groups": groups}]}
+    (tmp_path / "h200x2" / "moe-layer-small.json").write_text(json.dumps(content))
+    assert "| Hy3, 1,024 | 2 | 3 | 2 | 2 | 4 | 2.00 |" in tables.TABLES["moe-small"](tmp_path)
 
 
 def test_table(tmp_path: Path) -> None:
