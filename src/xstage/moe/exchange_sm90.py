@@ -201,7 +201,7 @@ class Fetch(_Kernel):
 
 
 class List(_Kernel):
-    """Before a kernel that sends rows itself: pairs listed in the order of `Plan.list_sends`. A token per warp."""
+    """Before a kernel that sends rows itself: pairs listed in the order of `Plan.list_sends`. A pair per thread."""
 
     def __init__(self, layout: BufferLayout, wide: bool):
         super().__init__(layout)

@@ -76,7 +76,7 @@ from xstage.moe.layout import ARRIVED, LINEAR1
 from xstage.moe.mxfp4 import TILE_BYTES
 from xstage.moe.send_sm90 import MOST_SLOTS, SLOT_BYTES
 from xstage.moe.spans import END, HALF_END, HALF_START, MAIN_END, WAIT_END
-from xstage.moe.work_table import COLUMN_MASK, LAYER_SHIFT, ROW_SHIFT, partner
+from xstage.moe.work_table import COLUMN_MASK, LAYER_SHIFT, ROW_SHIFT, TAKEN_BEFORE, partner
 
 TILE_M, TILE_N, TILE_K = 128, 256, 128
 CLUSTER = 2
@@ -85,7 +85,6 @@ SHARED_BYTES = 227 * 1024  # as much as a CTA can have
 SCALES = TILE_M + 32  # floats of a stage: a scale per row, then four of the weight, then the tile's word
 WORD, FEW = TILE_M + 4, TILE_M + 5
 MATH_REGISTERS, LOAD_REGISTERS = 232, 40
-TAKEN_BEFORE = 6  # stages: with so many of a tile left to load, its cluster takes the next entry
 
 
 class GroupedGemm:
