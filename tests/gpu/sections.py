@@ -2,6 +2,13 @@
 
 A file has a map RUNS from a section's name to `function(options)`, starts `main(RUNS, …)` when it is run, and asks `outcome` under pytest.
 Sections run in every rank; a rank that fails ends the run, because nothing after it can be trusted.
+
+    XSTAGE_TEST_ONE_GPU=1 torchrun --nproc-per-node 2 FILE [--sections …]
+
+puts all ranks on GPU 0, over gloo (NCCL refuses two ranks on one GPU). Their kernels then take turns, a time slice each, so that a wait
+on a peer costs milliseconds: signals, addresses, bytes and bits are tested, but neither NVLink nor the order in which its stores arrive,
+and no time that is measured means anything. MPS must be off: with it the ranks would share the SMs, and a kernel that waits would keep
+those that its peer's kernel needs.
 """
 
 import argparse
@@ -20,9 +27,12 @@ import torch
 import torch.distributed as dist
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+ONE_GPU = os.environ.get("XSTAGE_TEST_ONE_GPU") == "1"
+# What objects are given as their device. They find a GPU by themselves in a group that has NCCL.
+DEVICE = "cuda" if ONE_GPU else None
 MARKS = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two peer-connected GPUs"),
+    pytest.mark.skipif(torch.cuda.device_count() < (1 if ONE_GPU else 2), reason="needs two peer-connected GPUs"),
 ]
 
 
@@ -72,11 +82,25 @@ def arguments(sections: Sequence[str], **numbers: int) -> argparse.ArgumentParse
     return parser
 
 
+def join(one_gpu: bool = ONE_GPU) -> None:
+    """Make the default group, and this rank's GPU the current one. On one GPU a process without torchrun is a group by itself."""
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    if not one_gpu:
+        torch.cuda.set_device(RANK)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", RANK))
+        return
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # torch reads it at every rendezvous
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.cuda.set_device(0)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
 def main(runs: Mapping[str, Callable[[argparse.Namespace], Any]], options: argparse.Namespace) -> None:
     """Run sections in this rank, print what became of them, and leave the process."""
-    torch.cuda.set_device(RANK)
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    dist.init_process_group("nccl", device_id=torch.device("cuda", RANK))
+    join()
     results: dict[str, str] = {}
     for section in options.sections.split(","):
         begun = time.time()

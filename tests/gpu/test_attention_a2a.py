@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sections import MARKS, RANK, WORLD, arguments, everywhere, main, outcome, say, settle
+from sections import DEVICE, MARKS, RANK, WORLD, arguments, everywhere, main, outcome, say, settle
 
 SECTIONS = ("random", "replay", "delay", "mismatch", "compile", "stream", "serial", "kernel", "dead")
 
@@ -114,7 +114,7 @@ def random_shapes(options: argparse.Namespace) -> None:
         checks: list[tuple[torch.Tensor, str]] = []
         with AttentionA2A(
             max_sequence=most, heads=kv_heads * ratio, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, max_batch=batches,
-            max_local_rows=most, fallback="error",
+            max_local_rows=most, fallback="error", device=DEVICE,
         ) as attend:  # fmt: skip
             counts, kv_counts = attend.heads_per_rank, attend.kv_heads_per_rank
             for _ in range(-(-options.shapes // len(configurations))):
@@ -162,7 +162,13 @@ def replay(options: argparse.Namespace) -> None:
     wanted = [expected(*x, (heads,) * WORLD, layout, False)[0] for x in inputs]
     for buffers, last in ((2, "after"), (1, "after"), (2, "ahead"), (1, "ahead")):
         with AttentionA2A(
-            max_sequence=sequence, heads=heads * WORLD, head_dim=128, buffers=buffers, variant=Variant(last=last), fallback="error"
+            max_sequence=sequence,
+            heads=heads * WORLD,
+            head_dim=128,
+            buffers=buffers,
+            variant=Variant(last=last),
+            fallback="error",
+            device=DEVICE,
         ) as attend:
             first, second = ([t.clone() for t in inputs[0]] for _ in range(2))
             wrong = torch.zeros(1, dtype=torch.int64, device="cuda")
@@ -230,7 +236,7 @@ def delay(options: argparse.Namespace) -> None:
             wrong += int(not torch.equal(a, wanted[0])) + int(variant.finish == "wait" and not torch.equal(b, wanted[1]))
         return wrong
 
-    with AttentionA2A(max_sequence=sequence, heads=heads * WORLD, head_dim=128, buffers=1, fallback="error") as attend:
+    with AttentionA2A(max_sequence=sequence, heads=heads * WORLD, head_dim=128, buffers=1, fallback="error", device=DEVICE) as attend:
         for variant in (Variant(), Variant(last="after"), Variant(finish="none")):
             attend(*inputs[0], variant=variant)
         settle()
@@ -247,7 +253,7 @@ def mismatch(options: argparse.Namespace) -> None:
     from xstage.attention.op import AttentionA2A
     from xstage.errors import PeerTimeout, XStageError
 
-    with AttentionA2A(max_sequence=1024, heads=2 * WORLD, head_dim=128, timeout_s=5, buffers=1, fallback="error") as attend:
+    with AttentionA2A(max_sequence=1024, heads=2 * WORLD, head_dim=128, timeout_s=5, buffers=1, fallback="error", device=DEVICE) as attend:
         with pytest.raises(XStageError, match="sequence"):
             attend(*tensors(1, 512 + 128 * RANK, 2, 2, 128, torch.bfloat16, 1))
         both = [tensors(1, n, 2, 2, 128, torch.bfloat16, 1) for n in (512, 640)]
@@ -275,7 +281,7 @@ def compiled(options: argparse.Namespace) -> None:
     sequence, heads = 1024, 2
     q, k, v = tensors(1, sequence, heads, heads, 128, torch.bfloat16, 3)
     want = expected(q, k, v, (heads,) * WORLD, SequenceLayout.even(sequence, WORLD), False)[0]
-    with AttentionA2A(max_sequence=sequence, heads=heads * WORLD, head_dim=128, fallback="error") as attend:
+    with AttentionA2A(max_sequence=sequence, heads=heads * WORLD, head_dim=128, fallback="error", device=DEVICE) as attend:
         function: Callable[..., Any] = lambda q, k, v: attend(q, k, v) * 2 + flash_attention_a2a(q, k, v, fallback="error")  # noqa: E731
         for backend in ("aot_eager", "inductor"):
             try:
@@ -295,7 +301,7 @@ def stream(options: argparse.Namespace) -> None:
     from xstage.attention.op import AttentionA2A
 
     sequence, heads = 1536, 3
-    with AttentionA2A(max_sequence=sequence, heads=heads * WORLD, head_dim=128, fallback="error") as attend:
+    with AttentionA2A(max_sequence=sequence, heads=heads * WORLD, head_dim=128, fallback="error", device=DEVICE) as attend:
         side = torch.cuda.Stream()
         for i in range(20):
             x = tensors(1, sequence, heads, heads, 128, torch.bfloat16, 100 + i)
@@ -321,7 +327,7 @@ def serial_paths(options: argparse.Namespace) -> None:
     ):
         want, want_lse = expected(*x, (heads,) * WORLD, layout, False)
         with AttentionA2A(
-            max_sequence=sequence, heads=heads * WORLD, head_dim=128, max_batch=2, max_local_rows=sequence, fallback="error"
+            max_sequence=sequence, heads=heads * WORLD, head_dim=128, max_batch=2, max_local_rows=sequence, fallback="error", device=DEVICE
         ) as attend:
             for mode in ("push", "nccl"):
                 attend.mode = mode
@@ -342,7 +348,7 @@ def other_kernel(options: argparse.Namespace) -> None:
 
     sequence, heads = 900, 3
     layout = SequenceLayout.even(sequence, WORLD)
-    with AttentionA2A(max_sequence=sequence, heads=heads * WORLD, head_dim=128, fallback="error") as attend:
+    with AttentionA2A(max_sequence=sequence, heads=heads * WORLD, head_dim=128, fallback="error", device=DEVICE) as attend:
         other = attend.with_kernel(lambda q, k, v, out: serial.attention(q, k, v, out=out))
         for i in range(10):
             x = tensors(1, sequence, heads, heads, 128, torch.bfloat16, 200 + i)
@@ -359,7 +365,9 @@ def dead(options: argparse.Namespace) -> None:
     x = tensors(1, 512, 2, 2, 128, torch.bfloat16, 4)
     # With one buffer a call must not store before its peers have entered; with two it may, and waits at its end.
     for buffers, phase in ((1, "entered"), (2, "done")):
-        attend = AttentionA2A(max_sequence=512, heads=2 * WORLD, head_dim=128, timeout_s=2, buffers=buffers, fallback="error")
+        attend = AttentionA2A(
+            max_sequence=512, heads=2 * WORLD, head_dim=128, timeout_s=2, buffers=buffers, fallback="error", device=DEVICE
+        )
         attend(*x)
         attend.check()
         settle()

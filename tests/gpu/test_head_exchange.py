@@ -24,7 +24,7 @@ from unittest import mock
 
 import pytest
 import torch
-from sections import MARKS, RANK, WORLD, arguments, everywhere, main, outcome, say, settle
+from sections import DEVICE, MARKS, RANK, WORLD, arguments, everywhere, main, outcome, say, settle
 
 SECTIONS = ("random", "replay", "delay", "ulysses", "mismatch", "stream", "bound", "dead")
 SLACK = 1.6
@@ -106,7 +106,7 @@ def random_shapes(options: argparse.Namespace) -> None:
         checks: list[tuple[torch.Tensor, str]] = []
         with HeadExchange(
             max_sequence=most, heads=kv_heads * ratio, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, max_batch=batches,
-            buffers=buffers, fallback="error",
+            buffers=buffers, fallback="error", device=DEVICE,
         ) as to_heads:  # fmt: skip
             for _ in range(-(-options.shapes // len(configurations))):
                 layout, batch = random_layout(draw, most), draw.randint(1, batches)
@@ -141,7 +141,9 @@ def replay(options: argparse.Namespace) -> None:
     layout, counts, pool = SequenceLayout.even(1001, WORLD), (2 * WORLD + 1,) * 3, 7
     inputs = [whole(1, layout.sequence, counts, 128, torch.bfloat16, 10 + i) for i in range(pool)]
     for buffers in (2, 1, 3):
-        with HeadExchange(max_sequence=layout.sequence, heads=counts[0], head_dim=128, buffers=buffers, fallback="error") as to_heads:
+        with HeadExchange(
+            max_sequence=layout.sequence, heads=counts[0], head_dim=128, buffers=buffers, fallback="error", device=DEVICE
+        ) as to_heads:
             mine, wanted = [rows_of(x, layout) for x in inputs], [heads_of(x, to_heads) for x in inputs]
             given = [[t.clone() for t in mine[0]] for _ in range(3)]
             want = [[t.clone() for t in wanted[0]] for _ in range(3)]
@@ -201,7 +203,9 @@ def delay(options: argparse.Namespace) -> None:
         return int(wrong)
 
     for buffers in (2, 1):
-        with HeadExchange(max_sequence=layout.sequence, heads=counts[0], head_dim=128, buffers=buffers, fallback="error") as to_heads:
+        with HeadExchange(
+            max_sequence=layout.sequence, heads=counts[0], head_dim=128, buffers=buffers, fallback="error", device=DEVICE
+        ) as to_heads:
             wrong = rounds(to_heads, 10 * WORLD)
             to_heads.check()
             assert everywhere(wrong == 0), f"{wrong} results overwritten or incomplete under delay, {buffers} buffer(s)"
@@ -223,7 +227,7 @@ def ulysses(options: argparse.Namespace) -> None:
         x = whole(batch, layout.sequence, (heads, kv_heads, kv_heads), 128, torch.bfloat16, 7)
         with AttentionA2A(
             max_sequence=layout.sequence, heads=heads, kv_heads=kv_heads, head_dim=128, max_batch=batch, max_local_rows=layout.sequence,
-            fallback="error",
+            fallback="error", device=DEVICE,
         ) as attend:  # fmt: skip
             mine = rows_of(x, layout, "packed")
             first = attend.ulysses(*mine, layout=layout).clone()
@@ -255,7 +259,9 @@ def mismatch(options: argparse.Namespace) -> None:
     from xstage.attention.layout import SequenceLayout
     from xstage.errors import PeerTimeout, XStageError
 
-    with HeadExchange(max_sequence=1024, heads=2 * WORLD, head_dim=128, timeout_s=5, buffers=1, fallback="error") as to_heads:
+    with HeadExchange(
+        max_sequence=1024, heads=2 * WORLD, head_dim=128, timeout_s=5, buffers=1, fallback="error", device=DEVICE
+    ) as to_heads:
         layouts = [SequenceLayout.shards([n] * WORLD) for n in (100, 120)]
         both = [rows_of(whole(1, lay.sequence, (2 * WORLD,) * 3, 128, torch.bfloat16, 1), lay) for lay in layouts]
         with pytest.raises(XStageError, match="rows: rank"):
@@ -282,7 +288,7 @@ def stream(options: argparse.Namespace) -> None:
     from xstage.attention.layout import SequenceLayout
 
     layout = SequenceLayout.even(1536, WORLD)
-    with HeadExchange(max_sequence=layout.sequence, heads=3 * WORLD, head_dim=128, fallback="error") as to_heads:
+    with HeadExchange(max_sequence=layout.sequence, heads=3 * WORLD, head_dim=128, fallback="error", device=DEVICE) as to_heads:
         side = torch.cuda.Stream()
         for i in range(20):
             x = whole(1, layout.sequence, (3 * WORLD,) * 3, 128, torch.bfloat16, 100 + i)
@@ -307,7 +313,9 @@ def bound(options: argparse.Namespace) -> None:
         layout = SequenceLayout.shards([model.rows(rank, WORLD) for rank in range(WORLD)])
         x = [torch.randn(1, layout.local_rows[RANK], model.heads, model.head_dim, device="cuda").bfloat16() for _ in range(3)]
         least = exchange_bound_ns(model, WORLD, load_platform("h200-nvlink4", samples=False)) / 1e3
-        with HeadExchange(max_sequence=layout.sequence, heads=model.heads, head_dim=model.head_dim, fallback="error") as to_heads:
+        with HeadExchange(
+            max_sequence=layout.sequence, heads=model.heads, head_dim=model.head_dim, fallback="error", device=DEVICE
+        ) as to_heads:
             took = {}
             for mode in ("kernel", "push", "nccl"):
                 to_heads.mode = mode
@@ -341,7 +349,9 @@ def dead(options: argparse.Namespace) -> None:
     layout = SequenceLayout.even(512, WORLD)
     x = rows_of(whole(1, 512, (2 * WORLD,) * 3, 128, torch.bfloat16, 4), layout)
     for buffers, phase in ((1, "entered"), (2, "done")):
-        to_heads = HeadExchange(max_sequence=512, heads=2 * WORLD, head_dim=128, timeout_s=2, buffers=buffers, fallback="error")
+        to_heads = HeadExchange(
+            max_sequence=512, heads=2 * WORLD, head_dim=128, timeout_s=2, buffers=buffers, fallback="error", device=DEVICE
+        )
         to_heads(*x, layout)
         to_heads.check()
         settle()

@@ -28,7 +28,7 @@ from typing import Any
 
 import pytest
 import torch
-from sections import MARKS, RANK, WORLD, arguments, everywhere, main, outcome, say, settle
+from sections import DEVICE, MARKS, RANK, WORLD, arguments, everywhere, main, outcome, say, settle
 
 SECTIONS = ("random", "orders", "spans", "poison", "replay", "delay", "stream", "compile", "fallback", "mxfp4", "refuse", "dead")
 
@@ -108,7 +108,7 @@ class Problem:
     def make(self, **options: Any) -> Any:
         from xstage.moe.op import MegaMoE
 
-        options = {"fallback": "error", "weight_format": self.weights, **options}
+        options = {"fallback": "error", "weight_format": self.weights, "device": DEVICE, **options}
         moe = MegaMoE(
             num_experts=self.experts, hidden=self.hidden, intermediate=self.intermediate, top_k=self.top_k, max_tokens_per_rank=self.most,
             clamp=self.clamp, **options,

@@ -52,7 +52,7 @@ def make(
     group = dist.group.WORLD
     assert group is not None
     tag = tag or f"test/{experts}/{hidden}/{top_k}/{tokens}/{pull}"
-    return Exchange(layout, intermediate=intermediate, group=group, device=torch.device("cuda", RANK), timeout_s=timeout_s, tag=tag)
+    return Exchange(layout, intermediate=intermediate, group=group, device=torch.device("cuda"), timeout_s=timeout_s, tag=tag)
 
 
 def picks(kind: str, tokens: int, layout: Any, rank: int, generator: torch.Generator, seed: int) -> torch.Tensor:
