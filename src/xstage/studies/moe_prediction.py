@@ -30,9 +30,9 @@ from typing import Any
 
 from xstage.errors import XStageError
 from xstage.moe.auto_order import EPILOGUE_NS, NS_PER_K, PLATFORM, auto_order
-from xstage.moe.shapes import shape
+from xstage.moe.shapes import MoEShape, shape
 from xstage.moe.work_table import TILE_COLUMNS, TILE_ROWS, WorkOrder
-from xstage.planner import at_scale, plan
+from xstage.planner import Plan, at_scale, plan
 from xstage.platform import Platform, check_writable, load_platform
 from xstage.simulate import routing
 from xstage.simulate.mega_moe import MoEWorkload
@@ -59,10 +59,8 @@ def workload(row: Mapping[str, Any], ranks: int) -> MoEWorkload:
 
 def predict(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str, Any] | None:
     """Predicted times of both orders, their ratio, and the choices with what they cost in the row's measured times; None: no such share."""
-    if not (peers := _peers(row["share"], ranks)):
+    if not (found := own_shares(row, platform, ranks)):
         return None
-    work, there = at_scale(workload(row, ranks), platform, peers)
-    found = plan(work, there, leads=[row["lead_rows"]], methods=["st_global"], slots=[work.slots], staging_ns=EPILOGUE_NS)
     times = {c.order.replace("-", "_"): c.time_ns for c in found.candidates}
     orders = {"winner": min(times, key=times.__getitem__), "plan": found.choice.order.replace("-", "_")}
     ns = {name: t["slowest_ns"] for name, t in row["times"].items()}
@@ -75,9 +73,21 @@ def predict(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str,
     }  # fmt: skip
 
 
-def spans(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str, dict[str, float]]:
+def own_shares(row: Mapping[str, Any], platform: Platform, ranks: int) -> Plan | None:
+    """Both orders of a row's load, in a kernel in which every cluster has its own share of the tiles; None: no such share f."""
+    if not (peers := _peers(row["share"], ranks)):
+        return None
+    work, there = at_scale(workload(row, ranks), platform, peers)
+    return plan(work, there, leads=[row["lead_rows"]], methods=["st_global"], slots=[work.slots], staging_ns=EPILOGUE_NS)
+
+
+def spans(row: Mapping[str, Any], platform: Platform, ranks: int, **given: float) -> dict[str, dict[str, float]]:
     """Per order of a row of `moe_spans`, µs, means over ranks: the simulated time from one Linear-2 tile to the next (`period_us`), the
-    same in the simulated control, the stall, which is the former less the measured control's, and T_RS of a CTA."""
+    same in the simulated control, the stall, which is the former less the measured control's, and T_RS of a CTA.
+
+    Args:
+        given: choices of `simulate_one_list` other than its own.
+    """
     m, found = shape(row["shape"]), {}
     mine = len(row["counts"]) // ranks
     for name, recorded in row["orders"].items():
@@ -89,7 +99,7 @@ def spans(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str, d
             remote: [
                 simulate_one_list(
                     row["counts"][rank * mine : (rank + 1) * mine], row["share"], order, times, platform,
-                    remote=remote, own_first=rank == 0,
+                    remote=remote, own_first=rank == 0, **given,
                 )
                 for rank in range(ranks)
             ]
@@ -102,6 +112,12 @@ def spans(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str, d
         }  # fmt: skip
         found[name] = {key: round(ns / 1e3, 3) for key, ns in us.items()}
     return found
+
+
+def order_of(name: str, model: MoEShape, platform: Platform) -> WorkOrder:
+    """The list's order in the kernel of a shape."""
+    columns = (2 * model.intermediate // TILE_COLUMNS, model.hidden // TILE_COLUMNS)
+    return WorkOrder.of(name, *columns, lead_rows=None, instances=platform.sms // 2)
 
 
 def control_times(ranks: Sequence[Mapping[str, Any]]) -> TileTimes:
