@@ -13,8 +13,8 @@ from cutlass.memory import SmemAllocator
 
 from xstage.device import registers
 from xstage.device.meeting import fake_words
-from xstage.moe.layout import BufferLayout
-from xstage.moe.send_sm90 import MOST_SLOTS, SLOT_BYTES, Sender
+from xstage.moe.layout import MOST_SLOTS, SLOT_BYTES, BufferLayout
+from xstage.moe.send_sm90 import Sender
 
 
 class Send:

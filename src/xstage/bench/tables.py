@@ -20,6 +20,7 @@ from xstage.calibration.fit import held_out
 from xstage.errors import XStageError
 from xstage.platform import METHODS, KiB, MiB, Platform, load_platform
 from xstage.predict import predict, text
+from xstage.simulate.mega_moe import DUPLEX
 from xstage.studies.dit_models import MODELS as DIT_MODELS
 from xstage.studies.dit_models import exchange_bound_ns
 from xstage.studies.eight import eight_attention_table, eight_moe_table
@@ -474,7 +475,8 @@ def _moe_model_table(results: Path) -> str:
         ns = {name: t["slowest_ns"] for name, t in r["groups"]["gemm"].items()}
         tiles1, tiles2 = (max(r["rows"]) / 128 * columns / 256 / platform.sms for columns in (2 * r["intermediate"], r["hidden"]))
         alone1, alone2 = ns["swiglu"] / tiles1, ns["rows_local"] / tiles2
-        stores, sent = burst(r["share"], platform), _sent_rows(r)
+        stores = burst(r["share"], platform, fill=r["tokens"] * r["top_k"] / max(r["rows"]), duplex=DUPLEX)
+        sent = _sent_rows(r)
         cells = []
         for name in ("rows", "both_interleaved"):
             gap = gap_ns(alone1, alone2, tiles1 / tiles2, interleaved=name != "rows")

@@ -72,9 +72,8 @@ from xstage.device import registers, signals, stores
 from xstage.device.loads import load_16
 from xstage.device.meeting import FAILED, GENERATION, RANK, STATUS_ADDRESS, TIMEOUT_NS
 from xstage.moe import decode_sm90, spans_sm90
-from xstage.moe.layout import ARRIVED, LINEAR1
+from xstage.moe.layout import ARRIVED, LINEAR1, MOST_SLOTS, SLOT_BYTES
 from xstage.moe.mxfp4 import TILE_BYTES
-from xstage.moe.send_sm90 import MOST_SLOTS, SLOT_BYTES
 from xstage.moe.spans import END, HALF_END, HALF_START, MAIN_END, WAIT_END
 from xstage.moe.work_table import COLUMN_MASK, LAYER_SHIFT, ROW_SHIFT, TAKEN_BEFORE, partner
 

@@ -27,8 +27,8 @@ from xstage.moe.gemm_sm90 import CLUSTER, TILE_K, GroupedGemm
 from xstage.moe.layout import SPARE_TILES, BufferLayout
 from xstage.moe.send_sm90 import Sender
 from xstage.moe.spans import Spans
+from xstage.moe.work_table import STAGES
 
-STAGES = 4  # as many as fit
 LINEAR1, LINEAR2 = 0, 1  # whose count of `totals` is meant
 
 

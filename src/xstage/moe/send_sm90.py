@@ -31,11 +31,10 @@ from xstage.device.clock import now_ns, sleep_ns
 from xstage.device.loads import load_4, load_16
 from xstage.device.meeting import PEERS
 from xstage.moe import spans_sm90
-from xstage.moe.layout import BufferLayout
+from xstage.moe.layout import AHEAD, BufferLayout, piece_bytes, slots_of
 from xstage.moe.spans import SENT, TURN
 
-SLOT_BYTES, MOST_SLOTS = 16 * 1024, 16
-AHEAD, PATIENCE_NS = 6, 100_000
+PATIENCE_NS = 100_000
 _TILE = 128
 
 
@@ -45,8 +44,8 @@ class Sender:
     def __init__(self, layout: BufferLayout) -> None:
         self.world, self.mine, self.top_k, self.hidden = layout.ranks, layout.experts_per_rank, layout.top_k, layout.hidden
         self.blocks, self.rows = layout.hidden // 128, layout.rows
-        self.piece = max(size for size in range(512, 4097, 512) if layout.hidden % size == 0)  # bytes of a row that travel at a time
-        self.slots = min(SLOT_BYTES // self.piece, MOST_SLOTS)
+        self.piece = piece_bytes(layout.hidden)
+        self.slots = slots_of(self.piece)
         self.offset = {region.name: region.offset_bytes for region in layout.regions}
 
     # Branches at run time carry `self` as an object without runtime values.

@@ -46,6 +46,7 @@ TILE_ROWS, TILE_COLUMNS, GROUP_UNITS = 128, 256, 8
 MAX_COLUMN_TILES, MAX_ROW_TILES = 1 << 10, 1 << 19
 ROW_SHIFT, LAYER_SHIFT, COLUMN_MASK = 12, 11, MAX_COLUMN_TILES - 1  # of a word
 ORDERS = ("interleaved", "alternating", "expert_wave")
+STAGES = 4  # of the ring through which a CTA loads its tiles: as many as fit
 TAKEN_BEFORE = 6  # stages: with so many of a tile left to load, its cluster takes the next entry
 
 

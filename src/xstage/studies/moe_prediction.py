@@ -1,17 +1,22 @@
 """What the simulator says about the configurations of `moe_orders` and of `moe_spans`: added to the result file afterwards, on any machine.
 
-    python -m xstage.studies.moe_prediction results/h200x2/moe.json              # or moe-spans.json: span and stall of a Linear-2 tile
+    python -m xstage.studies.moe_prediction results/h200x2/moe.json              # or moe-spans.json: stall of a Linear-2 tile
 
-Of a measured row it takes the load of every expert, the lead and the share f; of the platform file R, Q and T_iss⁰; and the time of a
-tile alone, `EPILOGUE_NS + NS_PER_K · K`: a line through the ten grouped GEMMs of results/h200/grouped-gemm.json (5 shapes, both layers,
-local stores, one GPU), which it meets within 4%. Nothing is fitted to a whole layer. A share f = 1 − 1/P is that of P ranks that all have
-this rank's work (`planner.at_scale`); other shares are not predicted.
+`moe-spans.json` is of the kernel whose clusters take tiles from one list, and so is its simulator, `xstage.simulate.one_list`. Of a
+measured row it takes the load of every expert and the share f; of the row's control, in which all results are local, the times of a tile;
+of the platform file all else. Nothing that was recorded with remote results goes in.
+
+`moe.json` was measured while every cluster had its own share of the tiles, which is what `xstage.simulate.engine` runs. Of a row it takes
+the load of every expert, the lead and the share f; of the platform file R, Q and T_iss⁰; and the time of a tile alone,
+`EPILOGUE_NS + NS_PER_K · K`: a line through the ten grouped GEMMs of results/h200/grouped-gemm.json (5 shapes, both layers, local
+stores, one GPU), which it meets within 4%. Nothing is fitted to a whole layer. A share f = 1 − 1/P is that of P ranks that all have this
+rank's work (`planner.at_scale`); other shares are not predicted.
 
 Two choices come out of it: `winner`, the order with the shorter predicted time, and `plan`, the planner's, which keeps expert-wave unless
 the gain exceeds the model's error. Both are for comparison with `auto`, which asks one bound (`xstage.moe.auto_order`) and nobody else.
 
-Simplified: waves are whole experts (the kernel's are whole groups of row tiles), rows of the two CTAs of a cluster share columns instead
-of weights, the locality term is the one fitted to the paper's GPU, and the sum over picks is left out, in both orders alike.
+Simplified for `moe.json`: waves are whole experts (the kernel's are whole groups of row tiles), rows of the two CTAs of a cluster share
+columns instead of weights, the locality term is the one fitted to the paper's GPU, and the sum over picks is left out of both orders.
 """
 
 from __future__ import annotations
@@ -20,17 +25,18 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from xstage.errors import XStageError
 from xstage.moe.auto_order import EPILOGUE_NS, NS_PER_K, PLATFORM, auto_order
-from xstage.moe.shapes import shape
-from xstage.moe.work_table import TILE_COLUMNS, TILE_ROWS
-from xstage.planner import at_scale, plan
+from xstage.moe.shapes import MoEShape, shape
+from xstage.moe.work_table import TILE_COLUMNS, TILE_ROWS, WorkOrder
+from xstage.planner import Plan, at_scale, plan
 from xstage.platform import Platform, check_writable, load_platform
 from xstage.simulate import routing
-from xstage.simulate.mega_moe import STAGING_TILE, MoEWorkload, simulate_moe
+from xstage.simulate.mega_moe import MoEWorkload
+from xstage.simulate.one_list import TileTimes, simulate_one_list
 from xstage.studies import moe_spans
 from xstage.studies.moe_orders import WITHIN, chosen, derived, headline, measured
 
@@ -53,10 +59,8 @@ def workload(row: Mapping[str, Any], ranks: int) -> MoEWorkload:
 
 def predict(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str, Any] | None:
     """Predicted times of both orders, their ratio, and the choices with what they cost in the row's measured times; None: no such share."""
-    if not (peers := _peers(row["share"], ranks)):
+    if not (found := own_shares(row, platform, ranks)):
         return None
-    work, there = at_scale(workload(row, ranks), platform, peers)
-    found = plan(work, there, leads=[row["lead_rows"]], methods=["st_global"], slots=[work.slots], staging_ns=EPILOGUE_NS)
     times = {c.order.replace("-", "_"): c.time_ns for c in found.candidates}
     orders = {"winner": min(times, key=times.__getitem__), "plan": found.choice.order.replace("-", "_")}
     ns = {name: t["slowest_ns"] for name, t in row["times"].items()}
@@ -69,17 +73,57 @@ def predict(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str,
     }  # fmt: skip
 
 
-def spans(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str, dict[str, float]] | None:
-    """Per order of a row of `moe_spans`: median span and stall of a full Linear-2 tile, µs; None: no such share."""
+def own_shares(row: Mapping[str, Any], platform: Platform, ranks: int) -> Plan | None:
+    """Both orders of a row's load, in a kernel in which every cluster has its own share of the tiles; None: no such share f."""
     if not (peers := _peers(row["share"], ranks)):
         return None
     work, there = at_scale(workload(row, ranks), platform, peers)
-    staging = EPILOGUE_NS * STAGING_TILE / (work.tile_m * work.tile_n)
-    found = {}
-    for order in row["orders"]:
-        run = simulate_moe(work, there, order.replace("_", "-"), lead_rows=row["lead_rows"], staging_ns=staging)
-        found[order] = {"span_us": round(run.span_ns / 1e3, 3), "stall_us": round(run.stall_ns / 1e3, 3)}
+    return plan(work, there, leads=[row["lead_rows"]], methods=["st_global"], slots=[work.slots], staging_ns=EPILOGUE_NS)
+
+
+def spans(row: Mapping[str, Any], platform: Platform, ranks: int, **given: float) -> dict[str, dict[str, float]]:
+    """Per order of a row of `moe_spans`, µs, means over ranks: the simulated time from one Linear-2 tile to the next (`period_us`), the
+    same in the simulated control, the stall, which is the former less the measured control's, and T_RS of a CTA.
+
+    Args:
+        given: choices of `simulate_one_list` other than its own.
+    """
+    m, found = shape(row["shape"]), {}
+    mine = len(row["counts"]) // ranks
+    for name, recorded in row["orders"].items():
+        times = control_times(recorded["local"])
+        order = WorkOrder.of(
+            name, 2 * m.intermediate // TILE_COLUMNS, m.hidden // TILE_COLUMNS, lead_rows=None, instances=platform.sms // 2
+        )
+        runs = {
+            remote: [
+                simulate_one_list(
+                    row["counts"][rank * mine : (rank + 1) * mine], row["share"], order, times, platform,
+                    remote=remote, own_first=rank == 0, **given,
+                )
+                for rank in range(ranks)
+            ]
+            for remote in (True, False)
+        }  # fmt: skip
+        periods = {remote: mean(run.period_ns for run in of_ranks) for remote, of_ranks in runs.items()}
+        us = {
+            "period_us": periods[True], "control_us": periods[False], "stall_us": periods[True] - 1e3 * row["derived"][name]["period_us"],
+            "span_us": mean(float(run.store_spans_ns.mean()) for run in runs[True]),
+        }  # fmt: skip
+        found[name] = {key: round(ns / 1e3, 3) for key, ns in us.items()}
     return found
+
+
+def order_of(name: str, model: MoEShape, platform: Platform) -> WorkOrder:
+    """The list's order in the kernel of a shape."""
+    columns = (2 * model.intermediate // TILE_COLUMNS, model.hidden // TILE_COLUMNS)
+    return WorkOrder.of(name, *columns, lead_rows=None, instances=platform.sms // 2)
+
+
+def control_times(ranks: Sequence[Mapping[str, Any]]) -> TileTimes:
+    """Times of a tile from what a control recorded: means over tiles and ranks, and the median of the gap before a Linear-2 tile."""
+    parts = [("linear1_main", "mean"), ("linear1_epilogue", "mean"), ("linear2_main", "mean"), ("store_span", "mean"), ("gap2", "median")]
+    return TileTimes(*(1e3 * mean(r[name][which] for r in ranks) for name, which in parts))
 
 
 def _peers(share: float, ranks: int) -> int:
@@ -122,9 +166,7 @@ def annotate(path: str | Path, platform: str = PLATFORM) -> dict[str, Any]:
                 ns = {name: t["slowest_ns"] for name, t in row["times"].items()}
                 row["derived"] = derived(ns, auto_order(shape(row["shape"]).intermediate, row["share"]))
             else:
-                row["derived"] = moe_spans.derived(
-                    row["orders"], row["share"], moe_spans.sent(shape(row["shape"]), row["tokens"], row["share"]), known
-                )
+                row["derived"] = moe_spans.derived(row, known)
             row["predicted"] = tell(row, known, content["settings"]["world"])
     content["prediction"] = {"platform": platform, "ns_per_k": NS_PER_K, "epilogue_ns": EPILOGUE_NS}
     if content["study"] == "moe":

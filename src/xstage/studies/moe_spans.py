@@ -32,10 +32,12 @@ from xstage.moe.op import MegaMoE
 from xstage.moe.pipeline import KernelPipeline
 from xstage.moe.shapes import MoEShape, shape
 from xstage.moe.spans import Records, Spans, decode, summary
+from xstage.moe.work_table import TILE_COLUMNS
 from xstage.platform import Platform, load_platform
+from xstage.simulate.mega_moe import DUPLEX
 from xstage.simulate.trace import named, slice_event, write_events
 from xstage.studies.moe_layer import load_random, order_pipeline, sent_bytes
-from xstage.studies.moe_stall import burst, gap_ns
+from xstage.studies.moe_stall import Wave, burst, filling, gap_ns
 
 SHAPES, SHARES = ("Qwen3.5", "Qwen3-30B"), (0.5, 0.875)
 ORDERS, STORES = ("interleaved", "expert_wave"), ("remote", "local")
@@ -47,36 +49,46 @@ Measure = Callable[[float], tuple[dict[str, Any], dict[str, Records]]]
 Open = Callable[[MoEShape], AbstractContextManager[Measure]]
 
 
-def derived(
-    orders: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], share: float, sent_bytes: float, platform: Platform
-) -> dict[str, Any]:
+def derived(row: Mapping[str, Any], platform: Platform) -> dict[str, Any]:
     """Per order, µs: mean T_RS over ranks and its control's, and their ratio; the time from one Linear-2 tile of an SM to the next, with
-    its share of Linear-1, in the control (`period_us`); by how much remote rows make it longer (`stall_us`), and what the model says.
+    its share of Linear-1, in the control (`period_us`); by how much remote rows make it longer (`stall_us`), and what the model says
+    (`predicted_stall_us`: in expert-wave order by phases, else (V + S)/R − G; V of real rows, R with both directions loaded).
 
     Args:
-        orders: order → `remote` and `local` → a summary per rank. sent_bytes: of rows that a rank sends to others in a call.
+        row: `shape`, `tokens`, `share`, `counts` of all experts, and `orders`: order → `remote` and `local` → a summary per rank.
     """
-    answers, stores = {}, burst(share, platform)
-    for name, found in orders.items():
+    m, answers = shape(row["shape"]), {}
+    stores = burst(row["share"], platform, duplex=DUPLEX, **filling(row["counts"], row["share"]))
+    for name, found in row["orders"].items():
         spans = {which: _mean(found[which], "store_span") for which in STORES}
         tiles1, tiles2 = (sum(r["tiles"][layer] for r in found["local"]) for layer in (0, 1))
-        periods = {
-            which: 1e3 * gap_ns(
-                sum(_mean(found[which], part) for part in ("linear1_main", "linear1_epilogue", "gap1")),
-                sum(_mean(found[which], part) for part in ("linear2_main", "store_span", "gap2")), tiles1 / max(tiles2, 1), True,
-            )
-            for which in STORES
-        }  # fmt: skip
-        rounds = max(tiles2 / GROUPS / len(found["local"]) / platform.sms, 1e-9)
-        predicted = stores.stall_ns(periods["local"], sent_bytes / rounds)
+        alone = {which: tile_times(found[which]) for which in STORES}
+        periods = {which: 1e3 * gap_ns(*alone[which], tiles1 / max(tiles2, 1), True) for which in STORES}
+        ranks = len(found["local"])
+        rounds = max(tiles2 / GROUPS / ranks / platform.sms, 1e-9)
+        rows_ns = sent(m, row["tokens"], row["share"]) / rounds / stores.rate
+        if name == "expert_wave":
+            mine = row["counts"][: len(row["counts"]) // ranks]
+            wave = Wave.of(mine, 2 * m.intermediate // TILE_COLUMNS, m.hidden // TILE_COLUMNS, platform.sms // 2)
+            linear1_us, linear2_us = alone["local"]
+            predicted = stores.wave_stall_ns(1e3 * linear1_us, 1e3 * linear2_us, wave, rows_ns * stores.rate)
+        else:
+            predicted = stores.stall_ns(periods["local"], rows_ns * stores.rate)
         answers[name] = {
             "span_us": round(spans["remote"], 3), "control_us": round(spans["local"], 3),
             "over_control": round(spans["remote"] / spans["local"], 4), "period_us": round(periods["local"] / 1e3, 3),
             "stall_us": round((periods["remote"] - periods["local"]) / 1e3, 3), "drain_us": round(stores.drain_ns / 1e3, 3),
-            "sent_us": round(sent_bytes / rounds / stores.rate / 1e3, 3), "predicted_stall_us": round(predicted / 1e3, 3),
-            "aligned_stall_us": round(stores.aligned_ns / 1e3, 3),
+            "sent_us": round(rows_ns / 1e3, 3), "predicted_stall_us": round(predicted / 1e3, 3),
         }  # fmt: skip
     return answers
+
+
+def tile_times(ranks: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Mean time of a tile of either layer with the gap before it, µs; of the summaries of all ranks."""
+    return (
+        sum(_mean(ranks, part) for part in ("linear1_main", "linear1_epilogue", "gap1")),
+        sum(_mean(ranks, part) for part in ("linear2_main", "store_span", "gap2")),
+    )
 
 
 def sent(model: MoEShape, tokens: int, share: float) -> float:
@@ -90,15 +102,18 @@ def _mean(ranks: Sequence[Mapping[str, Any]], name: str) -> float:
 
 
 def headline(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Largest span of the interleaved order over its control's, and largest error of a predicted stall of either order."""
+    """Largest span of the interleaved order over its control's, and largest errors of a predicted stall of either order: of the closed
+    form, and of the simulation where it has been added (`moe_prediction`)."""
     if not rows:
         return {}
-    over = max(r["derived"]["interleaved"]["over_control"] for r in rows)
-    error = max(abs(d["predicted_stall_us"] - d["stall_us"]) for r in rows for d in r["derived"].values())
-    return {
-        "moe.span_over_control.max": {"value": round(over, 4), "unit": "ratio"},
-        "moe.stall_error_us.max": {"value": round(error, 3), "unit": "µs"},
+    figures = {
+        "moe.span_over_control.max": (max(r["derived"]["interleaved"]["over_control"] for r in rows), "ratio", 4),
+        "moe.stall_error_us.max": (max(abs(d["predicted_stall_us"] - d["stall_us"]) for r in rows for d in r["derived"].values()), "µs", 3),
     }
+    if all(r.get("predicted") for r in rows):
+        errors = [abs(r["predicted"][name]["stall_us"] - d["stall_us"]) for r in rows for name, d in r["derived"].items()]
+        figures["moe.simulated_stall_error_us.max"] = (max(errors), "µs", 3)
+    return {key: {"value": round(value, digits), "unit": unit} for key, (value, unit, digits) in figures.items()}
 
 
 def trace_events(records: Records, every: int = TRACED) -> list[dict[str, Any]]:
@@ -189,7 +204,7 @@ def walk(
                 if timing.gather(time.monotonic() - begun)[0] > budget_s:
                     return False
                 row, records = measure(share)
-                row["derived"] = derived(row["orders"], share, sent(shape(row["shape"]), row["tokens"], share), platform)
+                row["derived"] = derived(row, platform)
                 if write and (model, share) == (models[0], shares[0]):
                     for order, of_rank in records.items():
                         write_events(results.path.with_name(f"{results.path.stem}-{order}-trace.json"), trace_events(of_rank))

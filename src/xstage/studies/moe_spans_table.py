@@ -26,15 +26,14 @@ def moe_spans_table(results: Path) -> str:
                 f"{r['shape']}, {r['share']:g}, {order.replace('_', '-')}",
                 *(_spread(ranks, "store_span") for ranks in (remote, found["local"])), f"{d['over_control']:.2f}",
                 f"{d['period_us']:.1f}", f"{d['drain_us']:.1f}, {d['sent_us']:.1f}",
-                f"{d['predicted_stall_us']:.1f}", f"{d['stall_us']:.1f}",
-                f"{predicted['stall_us']:.1f}" if predicted else "–",
+                f"{d['predicted_stall_us']:.1f}", f"{predicted['stall_us']:.1f}" if predicted else "–", f"{d['stall_us']:.1f}",
                 ", ".join(f"{mean(s[name]['mean'] for s in remote):.1f}" for name in ("linear1_main", "linear2_main")),
                 f"{mean(s['busy'] for s in remote):.0%} ({mean(s['busy'] for s in found['local']):.0%})",
                 f"{ns[f'{order}_spans'] / ns[order] - 1:+.1%}",
             ])  # fmt: skip
     head = [
-        "model, f, order", "T_RS: mean (p10 … median … p90)", "all rows local", "over it", "G, all rows local", "V/R, S/R", "(V + S)/R − G",
-        "measured", "simulator", "main loop: Linear-1, Linear-2", "in a main loop (local)", "what recording costs",
+        "model, f, order", "T_RS: mean (p10 … median … p90)", "all rows local", "over it", "G, all rows local", "V/R, S/R", "closed form",
+        "simulator", "measured", "main loop: Linear-1, Linear-2", "in a main loop (local)", "what recording costs",
     ]  # fmt: skip
     settings = content["settings"]
     foot = (

@@ -1,28 +1,60 @@
 """What the model says of a Linear-2 tile of the MoE kernel: how long its result stores stall, by both bounds. Needs no torch.
 
-Tiles of one round of SMs are a burst V, of which a share f leaves the rank. The gap G between bursts is what an SM does from one Linear-2
-tile to the next: that tile alone where Linear-2 runs by itself, and its share of Linear-1 tiles besides where one kernel runs both; in
-expert-wave order too, because clusters do not reach their waves together. The one kernel also sends this rank's rows, S bytes a round, over
-the same link: then the bound is (V + S)/R − G.
+Tiles of one round of SMs are a burst V, of which a share f leaves the rank, and of that only rows that are no padding (`fill`). The gap G
+between bursts is what an SM does from one Linear-2 tile to the next: that tile alone where Linear-2 runs by itself, and its share of
+Linear-1 tiles besides where one kernel runs both. The one kernel also sends this rank's rows, S bytes a round, over the same link.
+
+* Interleaved, all of that is mixed, and the rate bound is (V + S)/R − G.
+* In expert-wave order it is not: a wave is n₁ rounds of Linear-1 and then n₂ of Linear-2, whose gap is Linear-2's own tile. Its results,
+  n₂V, leave while it runs, except what the path holds at its end, at most Q(K): rows from one rank lie together, so at f = 1/2 half
+  the tiles are local, and only the other half's SMs can hold anything. Senders go by the progress of Linear-1, so the rows of a wave
+  leave while Linear-1 runs, and what was held drains then too. `Burst.wave_stall_ns` is both phases' excess, per Linear-2 tile.
+
+Not covered: phases of clusters that drift apart, rows that senders are late with and send while Linear-2 runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xstage.moe.work_table import TILE_COLUMNS, TILE_ROWS
+from xstage.moe.work_table import TILE_COLUMNS, TILE_ROWS, WorkOrder, entries
 from xstage.platform import Platform
+from xstage.simulate.row_plan import row_plan
 
 RESULT_BYTES = 2
 
 
 @dataclass(frozen=True)
+class Wave:
+    """rounds1, rounds2: n₁ and n₂, rounds of the machine in tiles of either layer, of a wave of mean size."""
+
+    rounds1: float
+    rounds2: float
+
+    @classmethod
+    def of(cls, rows: Sequence[int], columns1: int, columns2: int, clusters: int) -> Wave:
+        """Of experts with so many real rows each."""
+        order = WorkOrder.of("expert_wave", columns1, columns2, lead_rows=None, instances=clusters)
+        tiles = [-(-count // TILE_ROWS) for count in rows]
+        units, singles = sum(-(-t // 2) for t in tiles), sum(t % 2 for t in tiles)
+        waves = max(units / order.wave_units, 1.0)
+        rounds1, rounds2 = (entries(units, singles, columns) / clusters / waves for columns in (columns1, columns2))
+        return cls(rounds1, rounds2)
+
+
+@dataclass(frozen=True)
 class Burst:
-    """burst_bytes: V. rate: R, bytes/ns. aligned_ns: (V − Q)/R, the stall if all SMs store at once, at least 0."""
+    """burst_bytes: V. rate: R, bytes/ns. capacity_bytes: Q of the producers that have bytes to store."""
 
     burst_bytes: float
     rate: float
-    aligned_ns: float
+    capacity_bytes: float
+
+    @property
+    def aligned_ns(self) -> float:
+        """(V − Q)/R, the stall if all SMs store at once, at least 0."""
+        return max(0.0, self.burst_bytes - self.capacity_bytes) / self.rate
 
     @property
     def drain_ns(self) -> float:
@@ -33,13 +65,30 @@ class Burst:
         """(V + S)/R − G, at least 0: what the rate bound costs per tile. sent_bytes: S, other bytes that leave the rank per round."""
         return max(0.0, self.drain_ns + sent_bytes / self.rate - gap_ns)
 
+    def wave_stall_ns(self, linear1_ns: float, linear2_ns: float, wave: Wave, sent_bytes: float) -> float:
+        """What both phases of a wave take beyond their tiles, per Linear-2 tile. Times of a tile with local stores; sent_bytes: S."""
+        first, second = wave.rounds1 * linear1_ns, wave.rounds2 * linear2_ns
+        stored = wave.rounds2 * self.burst_bytes
+        held = min(max(stored - self.rate * second, 0.0), self.capacity_bytes)
+        excess = max(0.0, (stored - held) / self.rate - second) + max(0.0, (wave.rounds2 * sent_bytes + held) / self.rate - first)
+        return excess / wave.rounds2
 
-def burst(share: float, platform: Platform) -> Burst:
-    """Of a share of remote rows, stores by the math warps of all SMs."""
+
+def burst(share: float, platform: Platform, *, fill: float = 1.0, active: float = 1.0, duplex: float = 1.0) -> Burst:
+    """Of a share of remote rows, stores by the math warps of all SMs.
+
+    Args:
+        fill: share of a tile's rows that are real. active: share of tiles that have a remote row, K of K_SM. duplex: factor on R.
+    """
     method, sms = platform.method("st_global"), platform.sms
-    rate, capacity = float(method.drain_rate(sms)), float(method.capacity_bytes(sms))
-    size = sms * TILE_ROWS * TILE_COLUMNS * RESULT_BYTES * share
-    return Burst(size, rate, max(0.0, size - capacity) / rate)
+    size = sms * TILE_ROWS * TILE_COLUMNS * RESULT_BYTES * share * fill
+    return Burst(size, float(method.drain_rate(sms)) * duplex, float(method.capacity_bytes(sms * active)))
+
+
+def filling(rows: Sequence[int], share: float) -> dict[str, float]:
+    """`fill` and `active` of `burst`, of experts with so many rows each; rows from one rank lie together (`row_plan`)."""
+    plan = row_plan(rows, share)
+    return {"fill": float(plan.real.mean()) / TILE_ROWS, "active": float((plan.remote > 0).mean())} if len(plan.real) else {}
 
 
 def gap_ns(linear1_ns: float, linear2_ns: float, linear1_per_linear2: float, interleaved: bool) -> float:

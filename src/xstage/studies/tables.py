@@ -160,6 +160,25 @@ def speed(result: dict[str, Any]) -> str:
     return grid(["", "measured", "limit"], rows)
 
 
+def one_list(result: dict[str, Any]) -> str:
+    rows = [
+        [f"{r['shape']}, {r['share']:g}", f"{r['interleaved_ns'] / 1e3:,.0f}", f"{r['expert_wave_ns'] / 1e3:,.0f}", f"{r['speedup']:.3f}",
+         f"{r['own_shares_speedup']:.3f}", f"{r['measured_speedup']:.3f}"]
+        for r in result["outputs"]["rows"]
+    ]  # fmt: skip
+    head = ["model, f", "interleaved, simulated", "wave, simulated", "interleaved over wave: simulated", "with own shares", "measured"]
+    return grid(head, rows) + "\n\nµs of the kernel; measured: the layer, `results/h200x2/moe-layer.json`."
+
+
+def one_list_variants(result: dict[str, Any]) -> str:
+    rows = [
+        [v["variant"], f"{v['median_us']:.2f}", f"{v['max_us']:.2f}", f"{v['difference_max_us']:.2f}"]
+        for v in result["outputs"]["variants"]
+    ]
+    head = ["one choice changed", "error of a stall, median µs", "largest", "largest, as a difference of two simulations"]
+    return grid(head, rows)
+
+
 def _from(study: str, draw: Callable[[dict[str, Any]], str], results: Path) -> str:
     source = results / "simulated" / f"{study}.json"
     if not source.is_file():
@@ -180,4 +199,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "simulate-scale": partial(_from, "scale", scale),
     "simulate-lead": partial(_from, "lead", lead),
     "simulate-speed": partial(_from, "speed", speed),
+    "simulate-one-list": partial(_from, "one_list", one_list),
+    "simulate-one-list-variants": partial(_from, "one_list", one_list_variants),
 }

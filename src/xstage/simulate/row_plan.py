@@ -1,0 +1,75 @@
+"""Which rows one rank of the MoE kernel sends in which order, and where the rows of its own experts come from.
+
+A rank's experts lie one behind the other, each padded to a tile of 128 rows; an expert's rows lie by source rank. A sender's list holds
+items of up to `ITEM_PAIRS` rows of one expert and one source, in the order in which they are needed (`xstage.moe.send_sm90`).
+
+One rank is planned, and its peers are taken to have the same rows: what this rank sends to a peer at some time is what a peer sends here at
+that time. So an item for a peer stands for the item that brings the same rows of this rank from there.
+
+Covered: experts of any load, any share f of rows that come from other ranks, tiles with few real rows, rows of this rank that lie before
+or behind those of its peers.
+Not covered: ranks of different load, this rank's rows in the midst of its peers'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xstage.moe.layout import ITEM_PAIRS
+from xstage.moe.work_table import TILE_ROWS
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Rows of a rank by tile, and its items in the order of sending.
+
+    Attributes:
+        real, remote: rows of a tile that are no padding, and those of them whose results leave the rank. item_tile: tile of an item's first
+        row. item_first, item_second: its rows in that tile and in the next. item_remote: it leaves the rank.
+    """
+
+    real: Ints
+    remote: Ints
+    item_tile: Ints
+    item_first: Ints
+    item_second: Ints
+    item_remote: NDArray[np.bool_]
+
+    @property
+    def sent_rows(self) -> int:
+        """Rows that leave the rank."""
+        return int((self.item_first + self.item_second)[self.item_remote].sum())
+
+
+def row_plan(rows: Sequence[int], share: float, own_first: bool = True) -> RowPlan:
+    """Of a rank whose experts have so many real rows each.
+
+    Args:
+        share: f, of an expert's rows that come from other ranks; rounded to whole rows. own_first: this rank's own lie before them.
+    """
+    real: list[int] = []
+    remote: list[int] = []
+    items: list[tuple[int, int, bool]] = []  # first row, rows, leaves the rank
+    for count in rows:
+        first = TILE_ROWS * len(real)
+        far = round(share * count)
+        own = count - far
+        begin, end = (own, count) if own_first else (0, far)  # of those from other ranks
+        for at in range(0, count, TILE_ROWS):
+            until = min(at + TILE_ROWS, count)
+            real.append(until - at)
+            remote.append(max(min(until, end) - max(at, begin), 0))
+        for leaves, start, size in ((False, 0 if own_first else far, own), (True, begin, far)):
+            items += [(first + start + at, min(ITEM_PAIRS, size - at), leaves) for at in range(0, size, ITEM_PAIRS)]
+    items.sort(key=lambda item: item[0])
+    table = np.asarray(items, np.int64).reshape(-1, 3)
+    first_row, of_item = table[:, 0], table[:, 1]
+    tile = first_row // TILE_ROWS
+    here = np.minimum((tile + 1) * TILE_ROWS - first_row, of_item)
+    return RowPlan(np.asarray(real, np.int64), np.asarray(remote, np.int64), tile, here, of_item - here, table[:, 2] > 0)

@@ -1,0 +1,133 @@
+"""The MoE kernel in either order of tiles, simulated for every row of results/h200x2/moe-layer.json, beside the times of the layer.
+
+    python -m xstage.studies.one_list results/h200x2/moe-layer.json          # writes results/simulated/one_list.json
+
+The load of every expert is drawn as `moe_layer` drew it (`routing.draw_remote` on the CPU, seed 0). The time of a tile is the line
+`EPILOGUE_NS + NS_PER_K · K` through grouped GEMMs of one GPU (`auto_order`); all else comes from the platform file. Beside it stands what
+the simulator of own shares says of the same loads (`moe_prediction.own_shares`). What is measured is the whole layer: counts and plan
+before the kernel and the sum over picks behind it are in its times, in both orders alike.
+
+Where a result of `moe_spans` lies beside that file: how far the stalls inside the kernel are missed, as chosen and with one choice changed.
+
+Not covered: few tokens, skewed routings, what an order reads from memory.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+
+from xstage.errors import XStageError
+from xstage.moe import routing
+from xstage.moe.auto_order import EPILOGUE_NS, NS_PER_K, PLATFORM
+from xstage.moe.shapes import shape
+from xstage.platform import Platform, load_platform
+from xstage.simulate.one_list import TileTimes, simulate_one_list
+from xstage.studies.moe_prediction import order_of, own_shares, spans
+from xstage.studies.result import SIMULATED, write_study
+
+ORDERS = ("interleaved", "expert_wave")
+COMMAND = "python -m xstage.studies.one_list results/h200x2/moe-layer.json"
+
+
+def run(measured: Path, out: Path | None = SIMULATED) -> dict[str, Any]:
+    """Simulate the rows of a result of `moe_layer`; writes `one_list.json`.
+
+    Raises:
+        XStageError: no such file, or of another study.
+    """
+    try:
+        content = json.loads(measured.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise XStageError(f"path: {measured} cannot be read: {error}") from None
+    if content.get("study") != "moe-layer":
+        raise XStageError(f"path: {measured} is a result of {content.get('study')!r}, not of 'moe-layer'")
+    platform, ranks = load_platform(PLATFORM, samples=False), content["settings"]["world"]
+    rows = []
+    for r in content["rows"]:
+        layer = {name: r["groups"]["layer"][name]["slowest_ns"] for name in ORDERS}
+        row = {"shape": r["shape"], "routing": "balanced", "tokens": r["tokens"], "share": r["share"]}
+        counts = drawn(row, ranks)
+        times = predict(row, counts, ranks, platform)
+        lead = order_of("interleaved", shape(r["shape"]), platform).lead_rows
+        plan = own_shares(row | {"counts": counts, "lead_rows": lead}, platform, ranks)
+        before = {c.order: c.time_ns for c in plan.candidates} if plan else {}
+        rows.append({
+            **row, **{f"{name}_ns": ns for name, ns in times.items()}, "speedup": times["expert_wave"] / times["interleaved"],
+            "measured_speedup": layer["expert_wave"] / layer["interleaved"],
+            "own_shares_speedup": before["expert-wave"] / before["interleaved"] if before else None,
+        })  # fmt: skip
+    errors, others = (
+        [abs(r[which] / r["measured_speedup"] - 1) for r in rows if r[which]] for which in ("speedup", "own_shares_speedup")
+    )  # fmt: skip
+    figures = {"median": median(errors), "max": max(errors)}
+    recorded = measured.with_name("moe-spans.json")
+    changed = variants(json.loads(recorded.read_text(encoding="utf-8")), platform) if recorded.exists() else []
+    answers = figures | ({"own_shares_median": median(others), "own_shares_max": max(others)} if others else {})
+    inputs = {"ns_per_k": NS_PER_K, "epilogue_ns": EPILOGUE_NS, "ranks": ranks}
+    return write_study(
+        out, "one_list", COMMAND, platform, inputs, {"rows": rows, "variants": changed}, {}, answers,
+        {f"simulate.one_list_speedup_error.{name}": (value, "fraction") for name, value in figures.items()}, [],
+    )  # fmt: skip
+
+
+def variants(content: Mapping[str, Any], platform: Platform) -> list[dict[str, Any]]:
+    """Errors of the stalls of a result of `moe_spans`, µs: median, largest, and the largest of a difference of two simulations."""
+    stores = platform.method("st_global")
+
+    def scaled(factor: float) -> Platform:
+        capacity = tuple(factor * size for size in stores.capacity)
+        return replace(platform, methods={**platform.methods, "st_global": replace(stores, capacity=capacity)})
+
+    cases: list[tuple[str, Platform, dict[str, float]]] = [
+        ("as chosen", platform, {}), ("R not reduced for two directions", platform, {"duplex": 1.0}),
+        ("tiles and items without spread", platform, {"jitter": 0.0}), ("spread by ±20%", platform, {"jitter": 0.2}),
+        ("Q of result stores halved", scaled(0.5), {}), ("Q of result stores doubled", scaled(2.0), {}),
+        ("steps of 12.5 ns", platform, {"step_ns": 12.5}),
+    ]  # fmt: skip
+    found = []
+    for name, there, given in cases:
+        errors, differences = [], []
+        for row in content["rows"]:
+            for order, said in spans(row, there, content["settings"]["world"], **given).items():
+                stall = row["derived"][order]["stall_us"]
+                errors.append(abs(said["stall_us"] - stall))
+                differences.append(abs(said["period_us"] - said["control_us"] - stall))
+        found.append({"variant": name, "median_us": median(errors), "max_us": max(errors), "difference_max_us": max(differences)})
+    return found
+
+
+def predict(row: Mapping[str, Any], counts: Sequence[int], ranks: int, platform: Platform) -> dict[str, float]:
+    """Order → ns of the kernel, mean over ranks. counts: rows of all experts."""
+    m, mine = shape(row["shape"]), len(counts) // ranks
+    times = TileTimes(NS_PER_K * m.hidden, EPILOGUE_NS, NS_PER_K * m.intermediate, EPILOGUE_NS)
+    found = {}
+    for name in ORDERS:
+        order = order_of(name, m, platform)
+        found[name] = mean(
+            simulate_one_list(counts[rank * mine : (rank + 1) * mine], row["share"], order, times, platform, own_first=rank == 0).time_ns
+            for rank in range(ranks)
+        )
+    return found
+
+
+def drawn(row: Mapping[str, Any], ranks: int) -> list[int]:
+    """Rows of every expert from all ranks, as `moe_layer` draws them."""
+    m, total = shape(row["shape"]), torch.zeros(shape(row["shape"]).experts, dtype=torch.int32)
+    for rank in range(ranks):
+        idx = routing.draw_remote(row["tokens"], m.experts, m.top_k, ranks=ranks, me=rank, share=row["share"])
+        total = total + routing.count(idx, m.experts)
+    counts: list[int] = total.tolist()
+    return counts
+
+
+if __name__ == "__main__":
+    made = run(Path(sys.argv[1]))
+    print(json.dumps(made["errors"], indent=1))
