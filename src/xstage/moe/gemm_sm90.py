@@ -471,6 +471,8 @@ class GroupedGemm:
         few, late = Int32(0), Int32(0)
         if const_expr(taken is not None):
             few, late = Int32(taken[1] - m * TILE_M <= TILE_M // 2), cutlass.max(k_blocks - TAKEN_BEFORE, 0)
+        half = few & mine  # of rows that the cluster shares only the first half is loaded, which has all that are real
+        stage_bytes = TILE_M * 4 + 16 + w_bytes + (TILE_M * TILE_K >> half)
         for k in cutlass.range(k_blocks, unroll=1):
             if const_expr(taken is not None):
                 if k == late:
@@ -481,7 +483,7 @@ class GroupedGemm:
                 words[WORD, stage] = mine  # only the first stage's are read
                 if const_expr(taken is not None):
                     words[FEW, stage] = few * Int32(k < k_blocks - self.unroll)  # not of the last round
-                cute.arch.mbarrier_arrive_and_expect_tx(bar, TILE_M * TILE_K + w_bytes + TILE_M * 4 + 16)
+                cute.arch.mbarrier_arrive_and_expect_tx(bar, stage_bytes)
             if mine & 1 == 0:
                 cute.copy(load_a, from_a[(None, m, k)], to_a[(None, stage)], tma_bar_ptr=bar)
                 if const_expr(self.codes):
@@ -490,8 +492,9 @@ class GroupedGemm:
                     at = (None, stage * 2 + member)
                     cute.copy(share_w, from_w[(None, (w_block + member) * k_blocks + k, 0)], to_w[at], tma_bar_ptr=bar, mcast_mask=both)
             else:
-                at = (None, stage * 2 + member)
-                cute.copy(share_a, from_half[(None, m * 2 + member, k)], to_half[at], tma_bar_ptr=bar, mcast_mask=both)
+                if (half == 0) | (member == 0):
+                    at = (None, stage * 2 + member)
+                    cute.copy(share_a, from_half[(None, m * 2 + member, k)], to_half[at], tma_bar_ptr=bar, mcast_mask=both)
                 for i in cutlass.range_constexpr(2):
                     if const_expr(self.codes):
                         self._load_codes(source, w_block + i, k, codes, stage * 2 + i, bar, False)
