@@ -115,3 +115,25 @@ def test_machine_code_with_codes(kind: str, option: float | None, sizes: tuple[i
     # Not in the loop over K: its four halves are the first.
     assert not re.search(r"\b(LDL)\b", math[: [found.start() for found in re.finditer("gsb0", math)][7]])
     assert len(re.findall(r"\b(?:LDL|STL)\b", math)) <= 24
+
+
+@pytest.mark.parametrize("sizes", [None, (2, 512, 4096, 10, 8192), (8, 128, 2048, 8, 512)])
+def test_machine_code_of_the_narrow_kernel(sizes: tuple[int, ...] | None) -> None:
+    """For experts of few rows: no more matrix instructions a warpgroup, nothing spilled, and no more registers than there are."""
+
+    from xstage.moe import decode_sm90, grouped_gemm
+
+    layout = None if sizes is None else BufferLayout(*sizes, direct=True)
+    code = machine_code.of(grouped_gemm.compiled_gemm("both", 2, None, layout, False, 64, True, True))["sass"]
+    assert len(re.findall(r"QGMMA\.64x128x32", code)) == 3 * 2 * 8
+    assert len(re.findall(r"gsb0", code)) == 3 * 2 * 4, "ptxas serialised the matrix instructions"
+    assert not re.search(r"\b(LDL|STL)\b", code)
+    starts = [found.start() for found in re.finditer(r"USETMAXREG", code)]
+    assert len(starts) == 2, "the decoding warps keep the registers that they start with"
+    rest, math = code[starts[0] : starts[1]], code[starts[1] :]
+    has = (decode_sm90.NARROW_LOAD_REGISTERS, decode_sm90.NARROW_MATH_REGISTERS)
+    for part, registers in zip((rest, math), has, strict=True):
+        assert f"0x{registers:x}" in part[: part.index(";")]
+    assert 128 * (sum(has) + 2 * 128) <= 65536
+    # Either decoding warpgroup runs the same code, of one tile.
+    assert len(re.findall(r"STS\.128", rest)) == 2 * 8

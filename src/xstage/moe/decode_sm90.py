@@ -17,6 +17,8 @@ blocks come together. The decoding warpgroup writes *halves*, such tiles in e4m3
 * `empty` (of a stage): math warps, when they are done with the stage, and decoding warps, when they have read its second tile; of both
   CTAs, because either may have been the one that loaded for both.
 
+A narrow kernel (`gemm_sm90`) has two decoding warpgroups, one for a stage's first tile and one for its second.
+
 Decoding warps learn like the math warps from a stage's word that there is no more; they need not know which tile a stage belongs to. No
 wait is new to a loading warp but that for more arrivals, decoding warps wait only for what is loaded and for halves that the math warps
 are about to finish, and these for halves in the order in which they are made. So nothing waits in a circle.
@@ -46,6 +48,8 @@ THREADS = 512
 WARPS = 4  # that decode
 # Of a math, a loading and a decoding thread: 128 · (2 · 224 + 32 + 32) is all that an SM has.
 MATH_REGISTERS, LOAD_REGISTERS, DECODE_REGISTERS = 224, 32, 32
+# Of a narrow kernel, whose two decoding warpgroups keep the 128 that they start with: 128 · (216 + 40 + 2 · 128).
+NARROW_MATH_REGISTERS, NARROW_LOAD_REGISTERS = 216, 40
 
 
 def half_of(turn: Int32, ahead: int = 0) -> tuple[Int32, Int32]:
@@ -53,6 +57,12 @@ def half_of(turn: Int32, ahead: int = 0) -> tuple[Int32, Int32]:
     turn = turn_after(turn, ahead)
     wrapped = turn >= HALVES
     return Int32(cutlass.select_(wrapped, turn - HALVES, turn)), Int32(wrapped)
+
+
+def half_at(turn: Int32, more: Int32) -> tuple[Int32, Int32]:
+    """`half_of` the count after 0 or 1 more."""
+    turn = turn + more
+    return half_of(Int32(cutlass.select_(turn >= 2 * HALVES, turn - 2 * HALVES, turn)))
 
 
 def turn_after(turn: Int32, halves: int) -> Int32:
@@ -78,32 +88,37 @@ def load_codes(
 @cute.jit
 def decode_stages(
     words: cute.Tensor, word: cutlass.Constexpr[int], codes: Int32, halves: Int32, rings: Any, stages: cutlass.Constexpr[int],
-    ctas: cutlass.Constexpr[int],
+    ctas: cutlass.Constexpr[int], mine: Any,
 ) -> None:  # fmt: skip
-    """The decoding warpgroup: every stage that comes, until one has the word −1.
+    """A decoding warpgroup: every stage that comes, until one has the word −1.
 
     Args:
         words: int32 [·, stages], shared; row `word` is the word of a stage. codes, halves: shared addresses of both rings' memory.
         rings: mbarriers `full`, `empty`, `decoded`, `free`. stages: of the first ring. ctas: of the cluster.
+        mine: of two warpgroups, which tile of each stage is this one's; None: there is one, and both are.
     """
     full, empty, decoded, free = rings
     thread, lane = cute.arch.thread_idx()[0] % 128, cute.arch.lane_idx()
     stage, phase, turn = Int32(0), Int32(0), Int32(0)
     cute.arch.mbarrier_wait(full + stage, phase)
     while words[word, stage] >= 0:
-        source = codes + stage * 2 * TILE_BYTES
+        source, tiles = codes + stage * 2 * TILE_BYTES, 2
+        if const_expr(mine is not None):
+            source, tiles = source + mine * TILE_BYTES, 1
         ahead = load_ahead(source, thread)
-        for tile in cutlass.range_constexpr(2):
+        for tile in cutlass.range_constexpr(tiles):
             place, flip = half_of(turn)
+            if const_expr(mine is not None):
+                place, flip = half_at(turn, mine)
             cute.arch.mbarrier_wait(free + place, flip ^ 1)
             decode_tile(source + tile * TILE_BYTES, halves + place * HALF_BYTES, thread, *ahead)
-            if const_expr(tile == 0):  # before the fence, which waits
+            if const_expr(tile + 1 < tiles):  # before the fence, which waits
                 ahead = load_ahead(source + TILE_BYTES, thread)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(decoded + place)
-            turn = turn_after(turn, 1)
+            turn = turn_after(turn, 2 // tiles)
         if lane < ctas:
             cute.arch.mbarrier_arrive(empty + stage, lane)
         stage += 1

@@ -38,11 +38,12 @@ class Epilogue:
     """What the parts have in common. `staging_bytes` of shared memory are theirs.
 
     alternating: column blocks of 8 take turns in having the first and the second scale of the tile (gate and up); else the first
-    128 columns have the first, the others the second.
+    128 columns have the first, the others the second. groups: math warpgroups, of 64 rows each; row tiles m count groups · 64 rows.
     """
 
     staging_bytes = 32 * 1024
     alternating = False
+    groups = 2
 
     # Branches at run time carry `self` as an object without runtime values.
     def __extract_mlir_values__(self) -> list[Any]:
@@ -100,9 +101,8 @@ class Plain(Epilogue):
         self._meet()
         if self.leads:
             for c in cutlass.range_constexpr(2):
-                cute.copy(
-                    self.outputs[0], self.source[(None, self.group * 2 + c)], self.target[(None, m * 2 + self.group, n * 4 + i * 2 + c)]
-                )
+                box = (None, m * self.groups + self.group, n * 4 + i * 2 + c)
+                cute.copy(self.outputs[0], self.source[(None, self.group * 2 + c)], self.target[box])
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
@@ -131,19 +131,23 @@ class SwigluFp8(Epilogue):
     clamp: gate is bounded above and up on both sides by it; None: neither. handed: staged tiles are handed to a store warp, which
     calls `await_staged` and `store_staged` until there are no more; the math warps call `await_free` before they stage again, and
     `no_more` at the end.
-    A word in shared memory says which tile is staged.
+    A word in shared memory says which tile is staged, and hands on `last`: 1, or whether these are the last rows of 128.
     """
 
     alternating = True
-    staging_bytes = 16 * 1024
+    last: Any = 1
 
     def __init__(self, clamp: float | None = None, handed: bool = False) -> None:
         self.clamp, self.handed = clamp, handed
 
+    @property
+    def staging_bytes(self) -> int:  # type: ignore[override]
+        return self.groups * 8 * 1024
+
     def descriptors(self, outputs: Any) -> Any:
         middle, scales, weight = outputs
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Uint8)
-        return (*_descriptor(cute.tile_to_shape(atom, (64, 128, 2), (0, 1, 2)), middle, (64, 128)), scales, weight)
+        return (*_descriptor(cute.tile_to_shape(atom, (64, 128, self.groups), (0, 1, 2)), middle, (64, 128)), scales, weight)
 
     def begin(self, staging: Any, thread: Int32, outputs: Any, handed: Int32) -> None:
         Epilogue.begin(self, staging, thread, outputs, handed)
@@ -172,22 +176,22 @@ class SwigluFp8(Epilogue):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def await_staged(self) -> tuple[Int32, Int32]:
-        """The store warp's part: the next tile that the first warpgroup has staged, as row and column tile; −1: there are no more."""
+    def await_staged(self) -> tuple[Int32, Int32, Int32]:
+        """The store warp's part: the next tile that the first warpgroup has staged, as row and column tile, −1: there are no more; and
+        `last` as it was then."""
         cute.arch.barrier(barrier_id=STAGED, number_of_threads=160)
-        m, n, _ = decoded(load_shared(self.word))
-        return m, n
+        return decoded(load_shared(self.word))
 
     @cute.jit
     def store_staged(self, m: Int32, n: Int32) -> None:
         """That tile, until its elements are in memory; its scales were written by the math warps."""
-        for group in cutlass.range_constexpr(2):
+        for group in cutlass.range_constexpr(self.groups):
             if const_expr(group == 1):
                 cute.arch.barrier(barrier_id=STAGED + group, number_of_threads=160)
-            cute.copy(self.outputs[0], self.source[(None, group)], self.target[(None, m * 2 + group, n)])
+            cute.copy(self.outputs[0], self.source[(None, group)], self.target[(None, m * self.groups + group, n)])
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-        for group in cutlass.range_constexpr(2):
+        for group in cutlass.range_constexpr(self.groups):
             cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=160)
         cute.arch.cp_async_bulk_wait_group(0, read=False)
 
@@ -247,13 +251,13 @@ class SwigluFp8(Epilogue):
                 self.outputs[3][n, self._row(m, r)] = scale * weights[r]
         cute.arch.fence_view_async_shared()
         if const_expr(self.handed):
-            self._hand(encoded(m, n, 0))
+            self._hand(encoded(m, n, self.last))
             if self.group == 1:
                 cute.arch.barrier_arrive(barrier_id=STAGED + 1, number_of_threads=160)
         else:
             self._meet()
             if self.leads:
-                cute.copy(self.outputs[0], self.source[(None, self.group)], self.target[(None, m * 2 + self.group, n)])
+                cute.copy(self.outputs[0], self.source[(None, self.group)], self.target[(None, m * self.groups + self.group, n)])
                 cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
@@ -266,7 +270,7 @@ class SwigluFp8(Epilogue):
         return (half * registers.tanh(half) + half) * up
 
     def _row(self, m: Int32, r: int) -> Int32:
-        return m * 128 + self.group * 64 + self.row + self.lane // 4 + 8 * r
+        return m * (64 * self.groups) + self.group * 64 + self.row + self.lane // 4 + 8 * r
 
 
 class RowsToSlots(Epilogue):
@@ -280,14 +284,14 @@ class RowsToSlots(Epilogue):
 
     @cute.jit
     def warm(self, m: Int32) -> None:
-        prefetch_l1(self.outputs.iterator.toint() + 8 * Int64(m * 128 + self.group * 64 + self.row + self.lane % 16))
+        prefetch_l1(self.outputs.iterator.toint() + 8 * Int64(m * (64 * self.groups) + self.group * 64 + self.row + self.lane % 16))
 
     @cute.jit
     def half(self, i: cutlass.Constexpr[int], first: cute.Tensor, second: cute.Tensor, m: Int32, n: Int32) -> None:
         sums = second if const_expr(i == 1) else first
         quarter, row = self.lane % 4, self.lane // 4
         odd = row % 2 == 1
-        upper_row = m * 128 + self.group * 64 + self.row + row // 2 * 2
+        upper_row = m * (64 * self.groups) + self.group * 64 + self.row + row // 2 * 2
         for r in cutlass.range_constexpr(2):
             upper, lower = self.outputs[upper_row + 8 * r], self.outputs[upper_row + 8 * r + 1]
             for t in cutlass.range_constexpr(0, 4, 2):

@@ -47,6 +47,11 @@ With `spans` every role writes down when its steps began and ended (`spans_sm90`
 Weights in MXFP4 (`codes`): stages carry codes, and a fourth warpgroup decodes them into a ring of its own, from which the math warps
 multiply (`decode_sm90`). All else, scales and epilogues included, is the same. Without, nothing of this is in the machine code.
 
+Narrow (of two layers with codes): for experts of few rows, where decoding takes longer than multiplying. One warpgroup multiplies, 64
+rows, two decode, and of the memory that 64 rows fewer leave there are six stages. A tile whose second 64 rows are not all padding, or whose
+neighbour in the cluster has such, passes twice through the ring; `ready` counts it after the second time. Its words count rows by 64, and
+have in the lowest bit whether this is the last time.
+
 Epilogues (`xstage.moe.epilogues`): plain bf16; SwiGLU, routing weight and fp8 again; rows to slots anywhere.
 
 Not covered: N that 512 does not divide, K that 256 does not divide, row tiles other than 128.
@@ -81,7 +86,6 @@ TILE_M, TILE_N, TILE_K = 128, 256, 128
 CLUSTER = 2
 THREADS = 384
 SHARED_BYTES = 227 * 1024  # as much as a CTA can have
-SCALES = TILE_M + 32  # floats of a stage: a scale per row, then four of the weight, then the tile's word
 WORD, FEW = TILE_M + 4, TILE_M + 5
 MATH_REGISTERS, LOAD_REGISTERS = 232, 40
 
@@ -90,15 +94,25 @@ class GroupedGemm:
     """epilogues: one of `xstage.moe.epilogues` per layer. stages: of the ring. unroll: stages of a round; divides `stages` and K / 128.
     count: of one layer, the entry of `totals` that counts the work; of two, the first two do. sender: sends rows meanwhile (`send_sm90`),
     and Linear-1 tiles wait until theirs have arrived; of two layers only. recorded: with spans. spare: a row tile of Linear-1's output lies
-    where the rows of the tile so many before it were; 0: in memory of its own. codes: weights are MXFP4.
+    where the rows of the tile so many before it were; 0: in memory of its own. codes: weights are MXFP4. narrow: see the module.
     """
 
     def __init__(
         self, epilogues: tuple[Any, ...], stages: int, unroll: int, count: int, sender: Any = None, recorded: bool = False,
-        spare: int = 0, codes: bool = False,
+        spare: int = 0, codes: bool = False, narrow: bool = False,
     ) -> None:  # fmt: skip
         self.epilogues, self.stages, self.unroll, self.count, self.sender = epilogues, stages, unroll, count, sender
-        self.spare, self.codes = spare, codes
+        self.spare, self.codes, self.narrow = spare, codes, narrow
+        self.registers = (MATH_REGISTERS, LOAD_REGISTERS)
+        if codes:
+            self.registers = (decode_sm90.MATH_REGISTERS, decode_sm90.LOAD_REGISTERS)
+        if narrow:
+            self.registers = (decode_sm90.NARROW_MATH_REGISTERS, decode_sm90.NARROW_LOAD_REGISTERS)
+        self.groups = 1 if narrow else 2  # math warpgroups
+        self.rows = 64 * self.groups  # of a stage
+        self.scales = TILE_M + (8 if narrow else 32)  # floats of a stage: a scale per row, then four of the weight, then the tile's words
+        for epilogue in epilogues:
+            epilogue.groups = self.groups
         self.slot_bytes = 16 if sender is None else SLOT_BYTES
         self.recorded, self.state_words = recorded, 1 + spans_sm90.STATE_WORDS if recorded else 1
 
@@ -126,14 +140,14 @@ class GroupedGemm:
         k_major = LayoutEnum.ROW_MAJOR.sm90_mma_major_mode()
         # Two objects: one starts a sum, one goes on with it (a field set at run time does not survive a dynamic loop).
         start, go_on = (
-            sm90.make_trivial_tiled_mma(Float8E4M3FN, Float8E4M3FN, k_major, k_major, Float32, (2, 1, 1), tiler_mn=(64, 128))
+            sm90.make_trivial_tiled_mma(Float8E4M3FN, Float8E4M3FN, k_major, k_major, Float32, (self.groups, 1, 1), tiler_mn=(64, 128))
             for _ in range(2)
         )
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float8E4M3FN)
         # One memory, seen in 128-row slots by wgmma and in boxes of 128 or 64 rows by the copies.
-        slots_a = cute.tile_to_shape(atom, (128, TILE_K, stages), (0, 1, 2))
+        slots_a = cute.tile_to_shape(atom, (self.rows, TILE_K, stages), (0, 1, 2))
         slots_w = cute.tile_to_shape(atom, (128, TILE_K, decode_sm90.HALVES if self.codes else 2 * stages), (0, 1, 2))
-        halves_a = cute.tile_to_shape(atom, (64, TILE_K, 2 * stages), (0, 1, 2))
+        halves_a = cute.tile_to_shape(atom, (64, TILE_K, self.groups * stages), (0, 1, 2))
 
         @cute.struct
         class Shared:
@@ -144,7 +158,7 @@ class GroupedGemm:
             progress: cute.struct.MemRange[Int32, self.state_words]
             handed: cute.struct.MemRange[Int32, 1]
             slots: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.slot_bytes], 128]
-            scales: cute.struct.Align[cute.struct.MemRange[Float32, SCALES * stages], 128]
+            scales: cute.struct.Align[cute.struct.MemRange[Float32, self.scales * stages], 128]
             staging: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.epilogues[0].staging_bytes], 1024]
             a: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(slots_a)], 1024]
             w: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(slots_w)], 1024]
@@ -173,7 +187,7 @@ class GroupedGemm:
         a, weight = (cute.make_tensor(cute.recast_ptr(t.iterator, dtype=Float8E4M3FN), t.layout) for t in layer[:2])
         box_a, box_w, half = (cute.slice_(layout, (None, None, 0)) for layout in (slots_a, slots_w, halves))
         copies: tuple[Any, ...] = (
-            cpasync.make_tiled_tma_atom(one, a, box_a, (128, TILE_K)),
+            cpasync.make_tiled_tma_atom(one, a, box_a, (self.rows, TILE_K)),
             cpasync.make_tiled_tma_atom(shared, a, half, (64, TILE_K), num_multicast=1),
         )  # fmt: skip
         if self.codes:
@@ -211,11 +225,12 @@ class GroupedGemm:
                 for i in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full + i, 1)
                     # Every math warp of both CTAs, and every decoding warp.
-                    cute.arch.mbarrier_init(empty + i, (8 + (decode_sm90.WARPS if self.codes else 0)) * CLUSTER)
+                    decoding = decode_sm90.WARPS * (3 - self.groups) if self.codes else 0
+                    cute.arch.mbarrier_init(empty + i, (4 * self.groups + decoding) * CLUSTER)
                 if const_expr(self.codes):
                     for i in cutlass.range_constexpr(decode_sm90.HALVES):
                         cute.arch.mbarrier_init(decoded + i, decode_sm90.WARPS)
-                        cute.arch.mbarrier_init(free + i, 8)
+                        cute.arch.mbarrier_init(free + i, 4 * self.groups)
                 cute.arch.mbarrier_init(shared.entry_barriers.data_ptr(), 1)
                 cute.arch.mbarrier_init(shared.entry_barriers.data_ptr() + 1, CLUSTER)  # the first CTA's: both loading warps
                 registers.store_shared_32(Int32(shared.progress.data_ptr().toint()), Int32(0))
@@ -228,14 +243,14 @@ class GroupedGemm:
         cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()
 
-        s_scales = shared.scales.get_tensor(cute.make_layout((SCALES, self.stages)))
+        s_scales = shared.scales.get_tensor(cute.make_layout((self.scales, self.stages)))
         progress, handed = Int32(shared.progress.data_ptr().toint()), Int32(shared.handed.data_ptr().toint())
         marks: Any = None
         if const_expr(self.recorded):
             marks = (progress + 8, spans[1])
         entry = (Int32(shared.entry.data_ptr().toint()), shared.entry_barriers.data_ptr())
         if thread // 128 == 2:
-            cute.arch.setmaxregister_decrease(decode_sm90.LOAD_REGISTERS if const_expr(self.codes) else LOAD_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.registers[1])
             if warp == 8:
                 slots = [shared.a.get_tensor(slots_a.outer, swizzle=slots_a.inner), shared.a.get_tensor(halves_a.outer, swizzle=halves_a.inner), shared.w.get_tensor(slots_w.outer, swizzle=slots_w.inner)]  # fmt: skip  # noqa: E501
                 given = (s_scales, member, full, empty, codes)
@@ -258,10 +273,11 @@ class GroupedGemm:
             r_slots = (shared.a.get_tensor(slots_a.outer, swizzle=slots_a.inner), shared.w.get_tensor(slots_w.outer, swizzle=slots_w.inner))
             rings = (full, empty, decoded, free)
             if const_expr(self.codes):
-                if thread // 128 == 3:
-                    cute.arch.setmaxregister_decrease(decode_sm90.DECODE_REGISTERS)
-                    halves = Int32(shared.w.data_ptr().toint())
-                    decode_sm90.decode_stages(_words(s_scales), WORD, codes, halves, rings, self.stages, CLUSTER)
+                if thread // 128 >= (1 if const_expr(self.narrow) else 3):
+                    if const_expr(not self.narrow):
+                        cute.arch.setmaxregister_decrease(decode_sm90.DECODE_REGISTERS)
+                    halves, tile = Int32(shared.w.data_ptr().toint()), (thread // 128 // 2 if const_expr(self.narrow) else None)
+                    decode_sm90.decode_stages(_words(s_scales), WORD, codes, halves, rings, self.stages, CLUSTER, tile)
                 else:
                     self._multiply(sources, targets, start, go_on, r_slots, s_scales, rings, shared.staging, handed, marks)
             else:
@@ -274,14 +290,14 @@ class GroupedGemm:
     def _multiply(self, sources, targets, start, go_on, slots, s_scales, rings, staging, handed, marks) -> None:
         """The math warps."""
         thread = cute.arch.thread_idx()[0]
-        cute.arch.setmaxregister_increase(decode_sm90.MATH_REGISTERS if const_expr(self.codes) else MATH_REGISTERS)
+        cute.arch.setmaxregister_increase(self.registers[0])
         full = rings[0]
         slice_ = start.get_slice(thread)
         start.set(warpgroup.Field.ACCUMULATE, False)
         go_on.set(warpgroup.Field.ACCUMULATE, True)
         r_a = start.make_fragment_A(slice_.partition_A(slots[0]))
         r_w = start.make_fragment_B(slice_.partition_B(slots[1]))
-        shape = slice_.partition_shape_C((128, 128))
+        shape = slice_.partition_shape_C((self.rows, 128))
         product, first, second = (cute.make_rmem_tensor(shape, Float32) for _ in range(3))
         first.fill(0.0)
         second.fill(0.0)
@@ -306,10 +322,12 @@ class GroupedGemm:
             else:
                 self.epilogues[0].warm(m)
             idle = Int32(0)
-            if const_expr(two):
+            if const_expr(self.narrow):
+                self.epilogues[0].last = word & 1
+            elif const_expr(two):
                 idle = _words(s_scales)[FEW, base] * (thread // 128)
             for _ in cutlass.range(rounds // self.unroll - 1, unroll=1):
-                if const_expr(two):
+                if const_expr(two and not self.narrow):
                     if idle == 0:
                         self._round(-1, fixed, base, phase, turn, m, n, layer)
                     else:
@@ -351,7 +369,7 @@ class GroupedGemm:
             index += step
             after = self._tile(table, index + step, entries, member)
             next_expert = experts[cutlass.max(following, 0) >> ROW_SHIFT]
-            stage, phase = self._load_tile(source, parts, given, mine, expert, stage, phase, None)
+            stage, phase = self._load_tile(source, parts, given, mine, expert, stage, phase, None, None, None)
             mine, following, expert = following, after, next_expert
         self._end(given, stage, phase)
 
@@ -377,13 +395,13 @@ class GroupedGemm:
                 self._wait_ready(ready, mine >> ROW_SHIFT, sources[0][-1] // 2)
                 if const_expr(self.recorded):
                     spans_sm90.close(marks[0], spans_sm90.LOADS, WAIT_END, marks[1])
-                stage, phase = self._load_tile(sources[1], parts[1], given, mine, expert, stage, phase, (entry, end))
+                stage, phase = self._load_entry(sources[1], parts[1], given, mine, expert, stage, phase, (entry, end))
             else:
                 if const_expr(self.sender is not None):
                     self._wait_arrived(ready, mine >> ROW_SHIFT, end)
                 if const_expr(self.recorded):
                     spans_sm90.close(marks[0], spans_sm90.LOADS, WAIT_END, marks[1])
-                stage, phase = self._load_tile(sources[0], parts[0], given, mine, expert, stage, phase, (entry, end))
+                stage, phase = self._load_entry(sources[0], parts[0], given, mine, expert, stage, phase, (entry, end))
             mine, expert, end = self._receive(entry, turn, progress)
         self._end(given, stage, phase)
 
@@ -445,7 +463,7 @@ class GroupedGemm:
 
     def _parts(self, source: Any, slots: Any) -> Any:
         """Shared and global memory of each copy, box by box."""
-        boxes = ((0, slots[0], 128), (1, slots[1], 64), (2, slots[2], 128))[: 2 if self.codes else 3]
+        boxes = ((0, slots[0], self.rows), (1, slots[1], 64), (2, slots[2], 128))[: 2 if self.codes else 3]
         tiles = [(source[i], s, cute.local_tile(source[i][1], (rows, TILE_K), (None, None))) for i, s, rows in boxes]
         return [
             cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2))
@@ -453,8 +471,21 @@ class GroupedGemm:
         ]
 
     @cute.jit
-    def _load_tile(self, source, parts, given, mine, expert, stage, phase, taken) -> tuple[Int32, Int32]:
-        """A tile's steps of K. taken: of two layers, the entry's slot and the end of its expert's real rows."""
+    def _load_entry(self, source, parts, given, mine, expert, stage, phase, taken) -> tuple[Int32, Int32]:
+        """A tile of an entry of two layers; of a narrow kernel its first 64 rows, then the others, where either CTA has any."""
+        if const_expr(self.narrow):
+            alone = (mine & 1 == 1) & (taken[1] - (mine >> ROW_SHIFT) * TILE_M <= TILE_M // 2)
+            passes = Int32(cutlass.select_(alone, Int32(1), Int32(2)))
+            for upper in cutlass.range(passes, unroll=1):
+                stage, phase = self._load_tile(source, parts, given, mine, expert, stage, phase, taken, upper, upper + 1 == passes)
+        else:
+            stage, phase = self._load_tile(source, parts, given, mine, expert, stage, phase, taken, None, None)
+        return stage, phase
+
+    @cute.jit
+    def _load_tile(self, source, parts, given, mine, expert, stage, phase, taken, upper, last) -> tuple[Int32, Int32]:
+        """A tile's steps of K. taken: of two layers, the entry's slot and the end of its expert's real rows. upper: of a narrow kernel,
+        which 64 rows; last: whether they are the tile's last."""
         (load_a, _), (share_a, _) = source[:2]
         a_scales, weight_scales, rows, k_blocks, n_blocks = source[-5:]
         (to_a, from_a), (to_half, from_half) = parts[:2]
@@ -472,7 +503,13 @@ class GroupedGemm:
         if const_expr(taken is not None):
             few, late = Int32(taken[1] - m * TILE_M <= TILE_M // 2), cutlass.max(k_blocks - TAKEN_BEFORE, 0)
         half = few & mine  # of rows that the cluster shares only the first half is loaded, which has all that are real
-        stage_bytes = TILE_M * 4 + 16 + w_bytes + (TILE_M * TILE_K >> half)
+        word = mine
+        if const_expr(self.narrow):
+            half = Int32(1)
+            m = m * 2 + upper
+            word = m << ROW_SHIFT | mine & ((1 << ROW_SHIFT) - 2) | Int32(last)
+            late = Int32(cutlass.select_(last, late, Int32(-1)))
+        stage_bytes = self.rows * 4 + 16 + w_bytes + (TILE_M * TILE_K >> half)
         for k in cutlass.range(k_blocks, unroll=1):
             if const_expr(taken is not None):
                 if k == late:
@@ -480,8 +517,8 @@ class GroupedGemm:
             cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
             bar = full + stage
             with cute.arch.elect_one():
-                words[WORD, stage] = mine  # only the first stage's are read
-                if const_expr(taken is not None):
+                words[WORD, stage] = word  # only the first stage's are read
+                if const_expr(taken is not None and not self.narrow):
                     words[FEW, stage] = few * Int32(k < k_blocks - self.unroll)  # not of the last round
                 cute.arch.mbarrier_arrive_and_expect_tx(bar, stage_bytes)
             if mine & 1 == 0:
@@ -493,8 +530,10 @@ class GroupedGemm:
                     cute.copy(share_w, from_w[(None, (w_block + member) * k_blocks + k, 0)], to_w[at], tma_bar_ptr=bar, mcast_mask=both)
             else:
                 if (half == 0) | (member == 0):
-                    at = (None, stage * 2 + member)
-                    cute.copy(share_a, from_half[(None, m * 2 + member, k)], to_half[at], tma_bar_ptr=bar, mcast_mask=both)
+                    at, box = stage * self.groups, m * self.groups
+                    if const_expr(not self.narrow):
+                        at, box = at + member, box + member
+                    cute.copy(share_a, from_half[(None, box, k)], to_half[(None, at)], tma_bar_ptr=bar, mcast_mask=both)
                 for i in cutlass.range_constexpr(2):
                     if const_expr(self.codes):
                         self._load_codes(source, w_block + i, k, codes, stage * 2 + i, bar, False)
@@ -502,8 +541,8 @@ class GroupedGemm:
                         cute.copy(load_w, from_w[(None, (w_block + i) * k_blocks + k, 0)], to_w[(None, stage * 2 + i)], tma_bar_ptr=bar)
             with cute.arch.elect_one():
                 for origin, target, size in (
-                    (a_scales.iterator + (k * rows + m * TILE_M), stage * SCALES, TILE_M),
-                    (weight_scales.iterator + (w_scale + k * n_blocks), stage * SCALES + TILE_M, 4),
+                    (a_scales.iterator + (k * rows + m * self.rows), stage * self.scales, self.rows),
+                    (weight_scales.iterator + (w_scale + k * n_blocks), stage * self.scales + TILE_M, 4),
                 ):
                     layout = cute.make_layout(size)
                     to_stage = cute.make_tensor((s_scales.iterator + target).align(16), layout)
@@ -551,16 +590,20 @@ class GroupedGemm:
         """One warp: Linear-1 tiles from staging to memory, and the count of what is there. tiles: columns of Linear-1."""
         m = Int32(0)
         while m >= 0:
-            m, n = self.epilogues[0].await_staged()
+            m, n, last = self.epilogues[0].await_staged()
             if m >= 0:
+                tile = m // 2 if const_expr(self.narrow) else m
                 if const_expr(self.spare > 0):
-                    if m >= self.spare:
-                        self._wait_ready(ready, m - self.spare, tiles)  # nobody reads those rows any more
+                    if tile >= self.spare:
+                        self._wait_ready(ready, tile - self.spare, tiles)  # nobody reads those rows any more
                 self.epilogues[0].store_staged(m, n)
                 cute.arch.fence_proxy("async")
                 cute.arch.sync_warp()
-                if cute.arch.lane_idx() == 0:
-                    signals.count_release_gpu(ready[0].iterator.toint() + Int64(1 + m) * 4)
+                counts = cute.arch.lane_idx() == 0
+                if const_expr(self.narrow):
+                    counts = counts & (last == 1)
+                if counts:
+                    signals.count_release_gpu(ready[0].iterator.toint() + Int64(1 + tile) * 4)
 
     @cute.jit
     def _round(self, last: cutlass.Constexpr[int], fixed, base, phase, turn, m, n, layer) -> None:

@@ -27,9 +27,11 @@ from xstage.moe.gemm_sm90 import CLUSTER, TILE_K, GroupedGemm
 from xstage.moe.layout import SPARE_TILES, BufferLayout
 from xstage.moe.send_sm90 import Sender
 from xstage.moe.spans import Spans
-from xstage.moe.work_table import STAGES
+from xstage.moe.work_table import MAX_ROW_TILES, STAGES
 
 LINEAR1, LINEAR2 = 0, 1  # whose count of `totals` is meant
+NARROW_STAGES = 6  # of a ring of 64 rows and of codes: as many as fit
+NARROW_ROWS = 48  # of an expert, on average: up to here few have more than the 64 that a narrow kernel takes at once
 
 
 def swiglu(
@@ -79,7 +81,7 @@ def both(
     a: torch.Tensor, a_scales: torch.Tensor, weight1: torch.Tensor, weight1_scales: torch.Tensor, weight2: torch.Tensor,
     weight2_scales: torch.Tensor, work: torch.Tensor, totals: torch.Tensor, row_weight: torch.Tensor, middle: torch.Tensor,
     middle_scales: torch.Tensor, row_slot: torch.Tensor, ready: tuple[Any, ...], clamp: float | None = None,
-    layout: BufferLayout | None = None, spans: Spans | None = None,
+    layout: BufferLayout | None = None, spans: Spans | None = None, narrow: bool = False,
 ) -> None:  # fmt: skip
     """`swiglu` and `rows` in one kernel.
 
@@ -87,11 +89,12 @@ def both(
     ready: (int32 [1 + rows / 128], zeros; control and call words of `xstage.device.meeting`); with a layout, which is `direct`, the kernel
     also sends this rank's rows, and `ready` goes on with (arrived, addresses for `send_sm90.Sender.run`).
     spans: records of this call are added to it (`clear` it before); another kernel, which writes them.
+    narrow: the kernel for experts of few rows (`gemm_sm90`), of weights in MXFP4 and without spans; the same bits.
     """
     codes = weight1.dim() == 4
     spare = 0 if layout is None or layout.middle(middle.shape[1]) is None else SPARE_TILES
     unroll = min(_unroll(a.shape[1], codes), _unroll(middle.shape[1], codes))
-    kernel = compiled_gemm("both", unroll, clamp, layout, spans is not None, spare, *_more(codes))
+    kernel = compiled_gemm("both", unroll, clamp, layout, spans is not None, spare, *_more(codes, narrow))
     layers = (
         (a, _matrix(weight1), a_scales, weight1_scales.flatten(2)),
         (middle, _matrix(weight2), middle_scales, weight2_scales),
@@ -114,8 +117,15 @@ def kernels(
     first, second = _unroll(hidden, codes), _unroll(intermediate, codes)
     if layout is not None:
         spare = 0 if layout.middle(intermediate) is None else SPARE_TILES
-        return [(compiled_gemm, ("both", min(first, second), clamp, layout, recorded, spare, *_more(codes)))]
+        forms = (False, True) if codes and not recorded and may_be_narrow(layout) else (False,)
+        options = ("both", min(first, second), clamp, layout, recorded, spare)
+        return [(compiled_gemm, (*options, *_more(codes, narrow))) for narrow in forms]
     return [_work("swiglu", first, clamp, codes), _work("rows", second, None, codes)]
+
+
+def may_be_narrow(layout: BufferLayout) -> bool:
+    """Whether a narrow kernel can count this layout's rows by 64."""
+    return 2 * layout.rows // 128 <= MAX_ROW_TILES
 
 
 def plain_kernels(hidden: int, intermediate: int, codes: bool = False) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -135,8 +145,8 @@ def _compiled(kind: str, weight: torch.Tensor, option: Any = None) -> Any:
     return compiled(*options)
 
 
-def _more(codes: bool) -> tuple[bool, ...]:
-    return (True,) if codes else ()
+def _more(codes: bool, narrow: bool = False) -> tuple[bool, ...]:
+    return (True, True) if narrow else (True,) if codes else ()
 
 
 def _matrix(weight: torch.Tensor) -> torch.Tensor:
@@ -173,11 +183,11 @@ def ctas_of(device: int) -> int:
 @kept
 def compiled_gemm(
     kind: str, unroll: int, option: Any = None, layout: BufferLayout | None = None, recorded: bool = False, spare: int = 0,
-    codes: bool = False,
+    codes: bool = False, narrow: bool = False,
 ) -> Any:  # fmt: skip
     """Compiled once per process (about 3 s). option: the clamp of `swiglu`, which table of `plain`. layout: rows are sent too.
     recorded: with spans, of `both` only. spare: Linear-1's output of a row tile takes the place of the rows so many tiles before it; 0:
-    it has memory of its own. codes: weights are MXFP4."""
+    it has memory of its own. codes: weights are MXFP4. narrow: for experts of few rows; of `both` with codes only."""
     rows, columns1, columns2 = cute.sym_int(divisibility=128), cute.sym_int(divisibility=4), cute.sym_int(divisibility=4)
 
     def matrix(dtype: Any, shape: tuple[Any, ...], divisibility: int) -> Any:
@@ -213,7 +223,8 @@ def compiled_gemm(
     spans = (vector(Int32), Int32(1)) if recorded else None
     work = (vector(Int32),) if kind == "both" else (vector(Int32), vector(Int32))
     layers = tuple(layer(columns) for _, columns in zip(parts, (columns1, columns2), strict=False))
+    kernel = GroupedGemm(parts, NARROW_STAGES if narrow else STAGES, unroll, count, sender, recorded, spare, codes, narrow)
     return cute.compile(
-        GroupedGemm(parts, STAGES, unroll, count, sender, recorded, spare, codes), layers, outputs, work, vector(Int32), ready, spans,
+        kernel, layers, outputs, work, vector(Int32), ready, spans,
         tuple(Int32(512) for _ in parts), Int32(132), make_fake_stream(use_tvm_ffi_env_stream=True), options="--enable-tvm-ffi",
     )  # fmt: skip

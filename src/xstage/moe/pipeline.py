@@ -36,7 +36,9 @@ class KernelPipeline:
     Attributes:
         exchange: `xstage.moe.exchange.Exchange`, symmetric memory and work lists. middle: uint8 (e4m3) [rows, intermediate], what enters
             the second GEMM, in one kernel in the place of rows that the first has done with; middle_scales: float32 [intermediate / 128,
-            rows]. spans: None, or the `xstage.moe.spans.Spans` into which the kernel of both GEMMs records from now on.
+            rows]. spans: None, or the `xstage.moe.spans.Spans` into which the kernel of both GEMMs records from now on. narrow_rows: up to
+            so many rows an expert, if all ranks have this rank's tokens, weights in MXFP4 are multiplied by the narrow kernel, which gives
+            the same bits.
 
     All ranks make it together, outside graph capture.
 
@@ -48,12 +50,16 @@ class KernelPipeline:
         self, layout: BufferLayout, weights: Weights | Mxfp4Weights, *, clamp: float | None, group: dist.ProcessGroup, device: torch.device,
         timeout_s: float, tag: str, order: WorkOrder | None = None,
     ):  # fmt: skip
+        from xstage.moe import grouped_gemm
         from xstage.moe.exchange import Exchange
 
         intermediate = weights.intermediate
         layout = replace(layout, direct=order is not None)
         self.weights, self.clamp = weights, clamp
         self.spans: Spans | None = None
+        self.narrow_rows, self._rows = grouped_gemm.NARROW_ROWS, layout.rows
+        self._may_be_narrow = order is not None and isinstance(weights, Mxfp4Weights) and grouped_gemm.may_be_narrow(layout)
+        self._compiled = not self._may_be_narrow
         self.exchange = Exchange(layout, intermediate=intermediate, group=group, device=device, timeout_s=timeout_s, tag=tag, order=order)
         place = layout.middle(intermediate)
         if place is None:
@@ -78,6 +84,7 @@ class KernelPipeline:
         Raises:
             PeerTimeout: an earlier call's kernel gave up on a peer.
         """
+        self._rows = -(-len(x) * self.exchange.layout.ranks * self.exchange.layout.top_k // self.exchange.layout.experts)
         self.exchange.dispatch(x, x_scales, topk_idx, topk_weights)
         self.gemms(self.exchange.row_slot)
         self.exchange.combine(topk_idx, out)
@@ -91,9 +98,14 @@ class KernelPipeline:
             self.linear1()
             self.linear2(row_slot)
             return
+        if not self._compiled:  # both forms now, for a graph may be captured of the other
+            for compiled, options in grouped_gemm.kernels(e.layout.hidden, w.intermediate, self.clamp, e.layout, codes=True):
+                compiled(*options)
+            self._compiled = True
         grouped_gemm.both(
             e.activations, e.scales, w.w1, w.w1_scales, w.w2, w.w2_scales, e.work, e.totals, e.row_weight, self.middle,
             self.middle_scales, row_slot, (e.ready, e.control, e.call, e.arrived, e.sends), self.clamp, e.layout, self.spans,
+            self._may_be_narrow and self.spans is None and self._rows <= self.narrow_rows,
         )  # fmt: skip
 
     def linear1(self) -> None:
