@@ -17,7 +17,7 @@ import torch
 from sgl_deep_gemm import package
 
 from xstage.bench import timing
-from xstage.moe import grouped_gemm
+from xstage.moe import grouped_gemm, quantize
 from xstage.moe.shapes import shape
 from xstage.moe.work_table import TILE_COLUMNS, work_table
 
@@ -51,7 +51,8 @@ def measure(name: str, tokens: int, ranks: int, peer: Any, rounds: int) -> dict[
         a_scales = torch.rand(k // 128, rows, device="cuda") + 0.5
         w_scales = (torch.rand(experts, k // 128, n // 128, device="cuda") + 0.5) * 0.02
         out = torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
-        given = (a.view(torch.uint8), a_scales, w.view(torch.uint8), w_scales, expert, tables[which], totals)
+        pieces = quantize.tiled(w.view(torch.uint8)).contiguous()  # as ours lie; the same numbers as DeepGEMM's
+        given = (a.view(torch.uint8), a_scales, pieces, w_scales, expert, tables[which], totals)
         variants[layer] = lambda given=given, out=out, which=which: grouped_gemm.plain(*given, out, which)
         if layer == "linear1":
             middle = torch.empty(rows, n // 2, dtype=torch.uint8, device="cuda")

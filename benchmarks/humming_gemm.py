@@ -13,7 +13,8 @@ product of the same codes, scales and rows, bf16 out:
   `humming_1x128_row_major`: scales [rows, K / 128]. `humming_1x128_indexed`: rows by index. `humming_per_row`: one scale per row.
 
 `both` has no counterpart there: our Linear-1, SwiGLU, fp8 rows again and Linear-2 in one kernel, as a layer runs them, all results to this
-GPU's memory. It knows where rows end. What `humming` takes for it is at least its two layers.
+GPU's memory. It knows where rows end. `ours_mxfp4_narrow`: the kernel for experts of few rows, which a layer takes up to
+`grouped_gemm.NARROW_ROWS`. What `humming` takes for it is at least its two layers.
 
 What a contender computes is held against float64 first, for three experts. `error` says why there is no time, or why it is not to be used.
 Times are medians of single calls, each after an idle moment and a read of `SCRUB_BYTES`, so that no weight is in the L2 cache.
@@ -68,8 +69,8 @@ HUMMING = {
     "humming_1x128": Variant(128, turned=True), "humming_1x128_row_major": Variant(128),
     "humming_1x128_indexed": Variant(128, "indexed"), "humming_per_row": Variant(0),
 }  # fmt: skip
-OURS = ("ours_fp8", "ours_mxfp4")
-LAYERS = {"linear1": (*OURS, *HUMMING), "linear2": (*OURS, *HUMMING), "both": OURS}
+OURS, NARROW = ("ours_fp8", "ours_mxfp4"), "ours_mxfp4_narrow"
+LAYERS = {"linear1": (*OURS, *HUMMING), "linear2": (*OURS, *HUMMING), "both": (*OURS, NARROW)}
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ def ours_both(name: str, s: MoEShape, rows: Rows, weights: dict[str, Weights]) -
             raise RuntimeError(f"a wait gave up: {status.item():#x}")
         return out[rows.place]
 
-    return Contender(lambda: grouped_gemm.both(*given), result, ready.zero_)
+    return Contender(lambda: grouped_gemm.both(*given, narrow=name == NARROW), result, ready.zero_)
 
 
 def described(experts: int, group: int) -> dict[str, Any]:
@@ -294,7 +295,9 @@ def our_kernels(shapes: Sequence[str]) -> list[tuple[Callable[..., Any], tuple[A
         for codes in (False, True):
             work += grouped_gemm.plain_kernels(s.hidden, s.intermediate, codes)
             unroll = min(grouped_gemm._unroll(k, codes) for _, k in sizes(s).values())
-            work.append((grouped_gemm.compiled_gemm, ("both", unroll, None, None, False, 0, *grouped_gemm._more(codes))))
+            for narrow in (False, True) if codes else (False,):
+                more = grouped_gemm._more(codes, narrow)
+                work.append((grouped_gemm.compiled_gemm, ("both", unroll, None, None, False, 0, *more)))
     return work
 
 
