@@ -14,7 +14,7 @@ product of the same codes, scales and rows, bf16 out:
 
 `both` has no counterpart there: our Linear-1, SwiGLU, fp8 rows again and Linear-2 in one kernel, as a layer runs them, all results to this
 GPU's memory. It knows where rows end. `ours_mxfp4_narrow`: the kernel for experts of few rows, which a layer takes up to
-`grouped_gemm.NARROW_ROWS`. What `humming` takes for it is at least its two layers.
+`work_table.NARROW_ROWS`. What `humming` takes for it is at least its two layers.
 
 What a contender computes is held against float64 first, for three experts. `error` says why there is no time, or why it is not to be used.
 Times are medians of single calls, each after an idle moment and a read of `SCRUB_BYTES`, so that no weight is in the L2 cache.

@@ -7,7 +7,7 @@ import pytest
 
 from xstage.errors import UnsuitableMachine, XStageError
 from xstage.studies import w4a8 as study
-from xstage.studies.w4a8_table import w4a8_table
+from xstage.studies.w4a8_table import w4a8_gemm_table, w4a8_table
 
 
 def row(shape: str, tokens: int, w8: float, w4: float) -> dict[str, object]:
@@ -39,6 +39,25 @@ def test_headline_and_table(tmp_path: Path) -> None:
     lines = w4a8_table(tmp_path).splitlines()
     assert lines[0] == "| tokens per rank | 64 | 512 | 8,192 |"
     assert lines[2:4] == ["| Hy3 | 200 / 100: 2.00 | 400 / 800: 0.50 | 2,000 / 3,000: 0.67 |", "| GLM-5.2 | – | – | 2,000 / 2,000: 1.00 |"]
+
+
+def test_table_of_the_gemms_alone(tmp_path: Path) -> None:
+    """Beside ours the kernel that a layer takes by its rows; of humming's the fastest of each layer."""
+    assert w4a8_gemm_table(tmp_path) == "Not measured yet."
+    us = {
+        "both": {"ours_fp8": 300, "ours_mxfp4": 250, "ours_mxfp4_narrow": 200},
+        "linear1": {"humming_1x128": 70, "humming_1x128_indexed": 60, "humming_per_row": 50},
+        "linear2": {"humming_1x128": 40, "humming_1x128_indexed": 45, "humming_per_row": 30},
+    }  # fmt: skip
+    rows = [
+        {"shape": "Hy3", "tokens": tokens, "rows": load * 96, "experts": 96, "layer": layer, "contender": name, "time_us": time}
+        for tokens, load in ((64, 48), (8192, 49)) for layer, times in us.items() for name, time in times.items()
+    ]  # fmt: skip
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "w4a8-gemm.json").write_text(json.dumps({"rows": rows, "settings": {"rounds": 9}}), encoding="utf-8")
+    assert w4a8_gemm_table(tmp_path).splitlines()[2:4] == [
+        "| Hy3, 64 | 48 | 300 | 250 | 200 | 1.50 | 100 | 80 | 0.50 |", "| Hy3, 8,192 | 49 | 300 | 250 | 200 | 1.20 | 100 | 80 | 0.40 |",
+    ]  # fmt: skip
 
 
 def test_needs_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from xstage.studies.moe_spans_table import moe_spans_table
 from xstage.studies.moe_stall import burst, gap_ns
 from xstage.studies.tables import TABLES as SIMULATED
 from xstage.studies.tables import grid
-from xstage.studies.w4a8_table import w4a8_table
+from xstage.studies.w4a8_table import w4a8_gemm_table, w4a8_table
 
 HEADLINE = "headline.json"
 
@@ -455,6 +455,21 @@ def _moe_summary_table(results: Path) -> str:
     return grid(head, rows) + "\n\nTwo H200s, 8,192 tokens each; public: `sgl-deep-gemm` 0.1.5; `results/h200x2/moe-layer.json`."
 
 
+def _attention_kernels_table(results: Path) -> str:
+    path = results / "h200" / "attention-kernels.json"
+    if not path.exists():
+        return "Not measured yet."
+    content = json.loads(path.read_text(encoding="utf-8"))
+    names = list(content["rows"][0]["times"])
+    lines = [
+        [f"{r['heads']}, {r['sequence']:,}", *(f"{r['times'][n]['slowest_ns'] / 1e3:,.1f} ({r['tflops'][n]:.0f})" for n in names)]
+        for r in content["rows"]
+    ]
+    said = "".join(f"; {name}: {why}" for name, why in content["missing"].items())
+    foot = f"µs (TFLOP/s), one H200, medians of {content['settings']['rounds']} rounds{said}; `results/h200/attention-kernels.json`."
+    return grid(["heads, sequence", *names], lines) + "\n\n" + foot
+
+
 def _moe_gemm_table(results: Path) -> str:
     rows = []
     for r in _read(results / "h200" / "grouped-gemm.json")["rows"]:
@@ -537,5 +552,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "eight-attention": eight_attention_table,
     "eight-moe": eight_moe_table,
     "w4a8": w4a8_table,
+    "w4a8-gemm": w4a8_gemm_table,
+    "attention-kernels": _attention_kernels_table,
     **SIMULATED,
 }

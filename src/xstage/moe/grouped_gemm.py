@@ -31,7 +31,6 @@ from xstage.moe.work_table import MAX_ROW_TILES, STAGES
 
 LINEAR1, LINEAR2 = 0, 1  # whose count of `totals` is meant
 NARROW_STAGES = 6  # of a ring of 64 rows and of codes: as many as fit
-NARROW_ROWS = 48  # of an expert, on average: up to here few have more than the 64 that a narrow kernel takes at once
 
 
 def swiglu(

@@ -24,7 +24,7 @@ from xstage.moe.reference import Linear, swiglu
 from xstage.moe.spans import Spans
 from xstage.moe.weights import Weights
 from xstage.moe.weights_mxfp4 import Mxfp4Weights
-from xstage.moe.work_table import WorkOrder
+from xstage.moe.work_table import NARROW_ROWS, WorkOrder
 
 
 class KernelPipeline:
@@ -57,7 +57,7 @@ class KernelPipeline:
         layout = replace(layout, direct=order is not None)
         self.weights, self.clamp = weights, clamp
         self.spans: Spans | None = None
-        self.narrow_rows, self._rows = grouped_gemm.NARROW_ROWS, layout.rows
+        self.narrow_rows, self._rows = NARROW_ROWS, layout.rows
         self._may_be_narrow = order is not None and isinstance(weights, Mxfp4Weights) and grouped_gemm.may_be_narrow(layout)
         self._compiled = not self._may_be_narrow
         self.exchange = Exchange(layout, intermediate=intermediate, group=group, device=device, timeout_s=timeout_s, tag=tag, order=order)

@@ -47,6 +47,7 @@ MAX_COLUMN_TILES, MAX_ROW_TILES = 1 << 10, 1 << 19
 ROW_SHIFT, LAYER_SHIFT, COLUMN_MASK = 12, 11, MAX_COLUMN_TILES - 1  # of a word
 ORDERS = ("interleaved", "alternating", "expert_wave")
 STAGES = 4  # of the ring through which a CTA loads its tiles: as many as fit
+NARROW_ROWS = 48  # of an expert, on average: up to here few have more than the 64 that a narrow kernel (`gemm_sm90`) takes at once
 TAKEN_BEFORE = 6  # stages: with so many of a tile left to load, its cluster takes the next entry
 
 

@@ -1,10 +1,11 @@
-"""Markdown table of `w4a8`: the layer's times in both formats by shape and tokens. Needs no torch."""
+"""Markdown tables of weights in MXFP4: the layer's times in both formats (`w4a8`), and its GEMMs beside humming's. Needs no torch."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+from xstage.moe.work_table import NARROW_ROWS
 from xstage.studies.tables import grid
 
 
@@ -33,3 +34,39 @@ def w4a8_table(results: Path) -> str:
         "`results/h200x2/w4a8.json`."
     )
     return grid(["tokens per rank", *(f"{tokens:,}" for tokens in sizes)], lines) + "\n\n" + foot
+
+
+def w4a8_gemm_table(results: Path) -> str:
+    """From `results`/h200/w4a8-gemm.json (`benchmarks/humming_gemm.py`); says so where nothing is measured yet."""
+    path = results / "h200" / "w4a8-gemm.json"
+    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
+    if not content["rows"]:
+        return "Not measured yet."
+    us = {(r["shape"], r["tokens"], r["layer"], r["contender"]): r["time_us"] for r in content["rows"]}
+    loads = {(r["shape"], r["tokens"]): r["rows"] / r["experts"] for r in content["rows"]}
+    lines = []
+    for (shape, tokens), load in loads.items():
+
+        def both(contender: str, at: tuple[str, int] = (shape, tokens)) -> float:
+            return float(us[*at, "both", contender])
+
+        def layers(contenders: list[str], at: tuple[str, int] = (shape, tokens)) -> float:
+            return sum(min(float(us[*at, layer, c]) for c in contenders) for layer in ("linear1", "linear2"))
+
+        fp8, wide, narrow = both("ours_fp8"), both("ours_mxfp4"), both("ours_mxfp4_narrow")
+        taken = narrow if load <= NARROW_ROWS else wide
+        block = layers([c for _, _, _, c in us if c.startswith("humming_1x128")])
+        row = layers(["humming_per_row"])
+        lines.append(
+            [f"{shape}, {tokens:,}", f"{load:.0f}", *(f"{t:,.0f}" for t in (fp8, wide, narrow)), f"{fp8 / taken:.2f}",
+             *(f"{t:,.0f}" for t in (block, row)), f"{block / taken:.2f}"]
+        )  # fmt: skip
+    head = [
+        "model, tokens per rank", "rows of an expert", "fp8", "MXFP4", "narrow", "fp8 over MXFP4", "humming, 1 × 128", "one scale a row",
+        "1 × 128 over ours",
+    ]  # fmt: skip
+    foot = (
+        f"µs, medians of {content['settings']['rounds']} rounds, weights not in the cache, one H200, the experts of one rank of two, all "
+        "results on the same GPU; `results/h200/w4a8-gemm.json`."
+    )
+    return grid(head, lines) + "\n\n" + foot
