@@ -121,7 +121,8 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    settings = {**vars(options), "dtype": "bfloat16", "cudnn": torch.backends.cudnn.version()}
+    settings = {name: getattr(options, name) for name in ("heads", "sequences", "rounds")}
+    settings |= {"dtype": "bfloat16", "cudnn": torch.backends.cudnn.version()}
     file = timing.ResultFile(options.out, "attention_kernels", settings=settings)
     make = partial(xstage.AttentionA2A, head_dim=HEAD_DIM, device="cuda", fallback="error")
     with make(max_sequence=CHECKED[1], heads=CHECKED[0]) as attend:

@@ -16,7 +16,8 @@ product of the same codes, scales and rows, bf16 out:
 GPU's memory. It knows where rows end. `ours_mxfp4_narrow`: the kernel for experts of few rows, which a layer takes up to
 `work_table.NARROW_ROWS`. What `humming` takes for it is at least its two layers.
 
-What a contender computes is held against float64 first, for three experts. `error` says why there is no time, or why it is not to be used.
+What a contender computes is held against float64 first, for three experts; of `both` only that it is finite (the GPU tests hold it).
+`error` says why there is no time, or why it is not to be used.
 Times are medians of single calls, each after an idle moment and a read of `SCRUB_BYTES`, so that no weight is in the L2 cache.
 
 Which kernel humming takes is its own choice for this number of rows. It compiles them (NVRTC or nvcc) into `HUMMING_CACHE_DIR`.

@@ -134,6 +134,10 @@ def test_machine_code_of_the_narrow_kernel(sizes: tuple[int, ...] | None) -> Non
     has = (decode_sm90.NARROW_LOAD_REGISTERS, decode_sm90.NARROW_MATH_REGISTERS)
     for part, registers in zip((rest, math), has, strict=True):
         assert f"0x{registers:x}" in part[: part.index(";")]
+    for part, most in ((rest, 128), (math, has[1])):  # loading, which has fewer than decoding, stands in one part with it
+        assert max(int(number) for number in re.findall(r"\bR(\d+)\b", part)) < most
+    assert "QGMMA" not in rest
+    assert re.search(r"UBLKCP\S*MULTICAST", rest)
     assert 128 * (sum(has) + 2 * 128) <= 65536
     # Either decoding warpgroup runs the same code, of one tile.
     assert len(re.findall(r"STS\.128", rest)) == 2 * 8

@@ -474,6 +474,44 @@ def test_serial_pipeline_in_order(alone: None, monkeypatch: pytest.MonkeyPatch) 
     assert steps[-1][0] == "free"
 
 
+def test_few_rows_take_the_narrow_kernel(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import xstage.moe
+    from xstage.moe.pipeline import rows_of_an_expert
+    from xstage.moe.work_table import NARROW_ROWS, WorkOrder
+
+    shared = BufferLayout(2, 128, 2048, 8, 8192)
+    assert [rows_of_an_expert(tokens, shared) for tokens in (0, 1, 384, 385)] == [0, 1, NARROW_ROWS, NARROW_ROWS + 1]
+
+    exchange, grouped_gemm = types.ModuleType("xstage.moe.exchange"), types.ModuleType("xstage.moe.grouped_gemm")
+    exchange.Exchange = _Exchange  # type: ignore[attr-defined]
+    for module in (exchange, grouped_gemm):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(xstage.moe, module.__name__.rsplit(".", 1)[1], module, raising=False)
+    for name in ("work", "ready", "control", "call", "arrived", "sends"):
+        monkeypatch.setattr(_Exchange, name, name, raising=False)
+    monkeypatch.setattr(_Exchange, "view", lambda self, place: torch.empty(0), raising=False)
+    compiled, taken = [], []
+    grouped_gemm.may_be_narrow = lambda layout: True  # type: ignore[attr-defined]
+    grouped_gemm.kernels = lambda *a, codes: [(compiled.append, (form,)) for form in ("wide", "narrow")]  # type: ignore[attr-defined]
+    grouped_gemm.both = lambda *a: taken.append(a[-1])  # type: ignore[attr-defined]
+    group, order = dist.group.WORLD, WorkOrder.of("interleaved", 2, 2, lead_rows=None, instances=2)
+    assert group is not None
+    most = 4 * NARROW_ROWS
+    layout = BufferLayout(1, EXPERTS, HIDDEN, TOP_K, most)
+    options: dict[str, Any] = {"clamp": None, "group": group, "device": CPU, "timeout_s": 3.0, "tag": "t", "order": order}
+    few = NARROW_ROWS * EXPERTS // TOP_K
+    x, idx, w = (torch.empty(few + 1, n) for n in (HIDDEN, TOP_K, TOP_K))
+    for weights, wanted in ((Mxfp4Weights, [True, False, False]), (Weights, [False] * 3)):
+        pipeline = KernelPipeline(layout, weights(EXPERTS, HIDDEN, INTERMEDIATE, CPU), **options)
+        taken.clear()
+        for tokens in (few, few + 1):
+            pipeline.run(x[:tokens], None, idx[:tokens], w[:tokens], x)
+        pipeline.spans = object()  # type: ignore[assignment]
+        pipeline.run(x[:1], None, idx[:1], w[:1], x)
+        assert taken == wanted, weights
+    assert compiled == ["wide", "narrow"], "once, by four-bit weights only"
+
+
 def test_memory_of_one_kernel_at_a_published_size() -> None:
     """Under any routing; the rows between the GEMMs take the place of rows that are done with."""
     from xstage.moe.shapes import shape

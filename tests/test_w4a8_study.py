@@ -44,14 +44,14 @@ def test_headline_and_table(tmp_path: Path) -> None:
 def test_table_of_the_gemms_alone(tmp_path: Path) -> None:
     """Beside ours the kernel that a layer takes by its rows; of humming's the fastest of each layer."""
     assert w4a8_gemm_table(tmp_path) == "Not measured yet."
-    us = {
+    measured = {
         "both": {"ours_fp8": 300, "ours_mxfp4": 250, "ours_mxfp4_narrow": 200},
         "linear1": {"humming_1x128": 70, "humming_1x128_indexed": 60, "humming_per_row": 50},
         "linear2": {"humming_1x128": 40, "humming_1x128_indexed": 45, "humming_per_row": 30},
     }  # fmt: skip
     rows = [
-        {"shape": "Hy3", "tokens": tokens, "rows": load * 96, "experts": 96, "layer": layer, "contender": name, "time_us": time}
-        for tokens, load in ((64, 48), (8192, 49)) for layer, times in us.items() for name, time in times.items()
+        {"shape": "Hy3", "tokens": n, "rows": load * 96, "experts": 96, "layer": layer, "contender": name, "time_us": us, "error": None}
+        for n, load in ((64, 48), (8192, 49)) for layer, times in measured.items() for name, us in times.items()
     ]  # fmt: skip
     (tmp_path / "h200").mkdir()
     (tmp_path / "h200" / "w4a8-gemm.json").write_text(json.dumps({"rows": rows, "settings": {"rounds": 9}}), encoding="utf-8")

@@ -32,7 +32,7 @@ ONE_GPU = os.environ.get("XSTAGE_TEST_ONE_GPU") == "1"
 DEVICE = "cuda" if ONE_GPU else None
 MARKS = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < (1 if ONE_GPU else 2), reason="needs two peer-connected GPUs"),
+    pytest.mark.skipif(torch.cuda.device_count() < (1 if ONE_GPU else 2), reason="needs two peer-connected GPUs, or one and to be told"),
 ]
 
 

@@ -11,7 +11,7 @@ Under pytest the file starts that command once and reports each section but `tim
 * dead: a peer that never comes.
 * timing: µs of every kernel and rates at 8,192 tokens per rank, half of the pairs remote. Written to $OUT/moe_exchange.json.
 
-Not covered: more than one host, GEMMs (an echo stands for them), compute-sanitizer (run it on `--sections random --cases 5`).
+Not covered: more than one host, GEMMs (an echo stands for them), compute-sanitizer (sanitize.py).
 """
 
 import argparse

@@ -14,8 +14,8 @@ blocks come together. The decoding warpgroup writes *halves*, such tiles in e4m3
 * `decoded` (of a half): each decoding warp arrives once its lanes have written and made a proxy fence: the matrix unit reads shared memory
   as the copy engine does.
 * `free` (of a half): each math warp arrives when its wgmma of that half are over.
-* `empty` (of a stage): math warps, when they are done with the stage, and decoding warps, when they have read its second tile; of both
-  CTAs, because either may have been the one that loaded for both.
+* `empty` (of a stage): math warps, when they are done with the stage, and decoding warps, when they have read what they decode of it;
+  of both CTAs, because either may have been the one that loaded for both.
 
 A narrow kernel (`gemm_sm90`) has two decoding warpgroups, one for a stage's first tile and one for its second.
 
@@ -45,7 +45,7 @@ HALVES = 3
 AHEAD = 2  # blocks whose codes are loaded before they are needed
 HALF_BYTES = 128 * 128
 THREADS = 512
-WARPS = 4  # that decode
+WARPS = 4  # of a decoding warpgroup
 # Of a math, a loading and a decoding thread: 128 · (2 · 224 + 32 + 32) is all that an SM has.
 MATH_REGISTERS, LOAD_REGISTERS, DECODE_REGISTERS = 224, 32, 32
 # Of a narrow kernel, whose two decoding warpgroups keep the 128 that they start with: 128 · (216 + 40 + 2 · 128).

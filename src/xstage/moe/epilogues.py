@@ -68,7 +68,7 @@ class Epilogue:
         """At the start of a tile: ask for what `half` will read, before stores fill the way to memory."""
 
     def half(self, i: cutlass.Constexpr[int], first: cute.Tensor, second: cute.Tensor, m: Int32, n: Int32) -> None:
-        """Columns 256 n + 128 i … of rows 128 m …; leaves the sums zeroed for the next tile after i = 1."""
+        """Columns 256 n + 128 i … of row tile m; leaves the sums zeroed for the next tile after i = 1."""
 
     def end(self) -> None:
         """After the last tile."""
@@ -101,7 +101,7 @@ class Plain(Epilogue):
         self._meet()
         if self.leads:
             for c in cutlass.range_constexpr(2):
-                box = (None, m * self.groups + self.group, n * 4 + i * 2 + c)
+                box = (None, m * 2 + self.group, n * 4 + i * 2 + c)
                 cute.copy(self.outputs[0], self.source[(None, self.group * 2 + c)], self.target[box])
             cute.arch.cp_async_bulk_commit_group()
 

@@ -108,9 +108,12 @@ class GroupedGemm:
             self.registers = (decode_sm90.MATH_REGISTERS, decode_sm90.LOAD_REGISTERS)
         if narrow:
             self.registers = (decode_sm90.NARROW_MATH_REGISTERS, decode_sm90.NARROW_LOAD_REGISTERS)
-        self.groups = 1 if narrow else 2  # math warpgroups
+        # Warpgroups: 0 and 1 multiply, 2 loads, 3 decodes if there are codes; narrow: 0 multiplies, 2 loads, 1 and 3 decode.
+        self.groups = 1 if narrow else 2  # that multiply
+        self.decoders = (2 if narrow else 1) if codes else 0
         self.rows = 64 * self.groups  # of a stage
-        self.scales = TILE_M + (8 if narrow else 32)  # floats of a stage: a scale per row, then four of the weight, then the tile's words
+        # Floats of a stage: a scale per row, after 128 of them four of the weight, then the tile's words; six stages need all but the rest.
+        self.scales = TILE_M + (8 if narrow else 32)
         for epilogue in epilogues:
             epilogue.groups = self.groups
         self.slot_bytes = 16 if sender is None else SLOT_BYTES
@@ -144,7 +147,7 @@ class GroupedGemm:
             for _ in range(2)
         )
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float8E4M3FN)
-        # One memory, seen in 128-row slots by wgmma and in boxes of 128 or 64 rows by the copies.
+        # One memory, seen in slots of a stage's rows by wgmma and in boxes of as many or of 64 rows by the copies.
         slots_a = cute.tile_to_shape(atom, (self.rows, TILE_K, stages), (0, 1, 2))
         slots_w = cute.tile_to_shape(atom, (128, TILE_K, decode_sm90.HALVES if self.codes else 2 * stages), (0, 1, 2))
         halves_a = cute.tile_to_shape(atom, (64, TILE_K, self.groups * stages), (0, 1, 2))
@@ -225,8 +228,7 @@ class GroupedGemm:
                 for i in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full + i, 1)
                     # Every math warp of both CTAs, and every decoding warp.
-                    decoding = decode_sm90.WARPS * (3 - self.groups) if self.codes else 0
-                    cute.arch.mbarrier_init(empty + i, (4 * self.groups + decoding) * CLUSTER)
+                    cute.arch.mbarrier_init(empty + i, (4 * self.groups + decode_sm90.WARPS * self.decoders) * CLUSTER)
                 if const_expr(self.codes):
                     for i in cutlass.range_constexpr(decode_sm90.HALVES):
                         cute.arch.mbarrier_init(decoded + i, decode_sm90.WARPS)
@@ -274,9 +276,12 @@ class GroupedGemm:
             rings = (full, empty, decoded, free)
             if const_expr(self.codes):
                 if thread // 128 >= (1 if const_expr(self.narrow) else 3):
-                    if const_expr(not self.narrow):
+                    tile = None
+                    if const_expr(self.narrow):
+                        tile = thread // 256  # warpgroup 1: the first, 3: the second
+                    else:
                         cute.arch.setmaxregister_decrease(decode_sm90.DECODE_REGISTERS)
-                    halves, tile = Int32(shared.w.data_ptr().toint()), (thread // 128 // 2 if const_expr(self.narrow) else None)
+                    halves = Int32(shared.w.data_ptr().toint())
                     decode_sm90.decode_stages(_words(s_scales), WORD, codes, halves, rings, self.stages, CLUSTER, tile)
                 else:
                     self._multiply(sources, targets, start, go_on, r_slots, s_scales, rings, shared.staging, handed, marks)
@@ -517,7 +522,7 @@ class GroupedGemm:
             cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
             bar = full + stage
             with cute.arch.elect_one():
-                words[WORD, stage] = word  # only the first stage's are read
+                words[WORD, stage] = word  # math warps read the first stage's, decoding warps every one
                 if const_expr(taken is not None and not self.narrow):
                     words[FEW, stage] = few * Int32(k < k_blocks - self.unroll)  # not of the last round
                 cute.arch.mbarrier_arrive_and_expect_tx(bar, stage_bytes)

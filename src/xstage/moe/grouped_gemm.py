@@ -89,8 +89,13 @@ def both(
     also sends this rank's rows, and `ready` goes on with (arrived, addresses for `send_sm90.Sender.run`).
     spans: records of this call are added to it (`clear` it before); another kernel, which writes them.
     narrow: the kernel for experts of few rows (`gemm_sm90`), of weights in MXFP4 and without spans; the same bits.
+
+    Raises:
+        XStageError: sizes that the kernel cannot take, spans of another GPU, or narrow where it cannot be.
     """
     codes = weight1.dim() == 4
+    if narrow and (not codes or spans is not None or a.shape[0] // 64 > MAX_ROW_TILES):
+        raise XStageError(f"narrow: needs weights in MXFP4, no spans, and at most {64 * MAX_ROW_TILES} rows; there are {a.shape[0]}")
     spare = 0 if layout is None or layout.middle(middle.shape[1]) is None else SPARE_TILES
     unroll = min(_unroll(a.shape[1], codes), _unroll(middle.shape[1], codes))
     kernel = compiled_gemm("both", unroll, clamp, layout, spans is not None, spare, *_more(codes, narrow))
@@ -124,7 +129,7 @@ def kernels(
 
 def may_be_narrow(layout: BufferLayout) -> bool:
     """Whether a narrow kernel can count this layout's rows by 64."""
-    return 2 * layout.rows // 128 <= MAX_ROW_TILES
+    return layout.rows // 64 <= MAX_ROW_TILES
 
 
 def plain_kernels(hidden: int, intermediate: int, codes: bool = False) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:

@@ -38,7 +38,7 @@ class KernelPipeline:
             the second GEMM, in one kernel in the place of rows that the first has done with; middle_scales: float32 [intermediate / 128,
             rows]. spans: None, or the `xstage.moe.spans.Spans` into which the kernel of both GEMMs records from now on. narrow_rows: up to
             so many rows an expert, if all ranks have this rank's tokens, weights in MXFP4 are multiplied by the narrow kernel, which gives
-            the same bits.
+            the same bits; with spans the wide one records.
 
     All ranks make it together, outside graph capture.
 
@@ -57,7 +57,7 @@ class KernelPipeline:
         layout = replace(layout, direct=order is not None)
         self.weights, self.clamp = weights, clamp
         self.spans: Spans | None = None
-        self.narrow_rows, self._rows = NARROW_ROWS, layout.rows
+        self.narrow_rows = NARROW_ROWS
         self._may_be_narrow = order is not None and isinstance(weights, Mxfp4Weights) and grouped_gemm.may_be_narrow(layout)
         self._compiled = not self._may_be_narrow
         self.exchange = Exchange(layout, intermediate=intermediate, group=group, device=device, timeout_s=timeout_s, tag=tag, order=order)
@@ -84,13 +84,13 @@ class KernelPipeline:
         Raises:
             PeerTimeout: an earlier call's kernel gave up on a peer.
         """
-        self._rows = -(-len(x) * self.exchange.layout.ranks * self.exchange.layout.top_k // self.exchange.layout.experts)
         self.exchange.dispatch(x, x_scales, topk_idx, topk_weights)
-        self.gemms(self.exchange.row_slot)
+        few = self._may_be_narrow and self.spans is None and rows_of_an_expert(len(x), self.exchange.layout) <= self.narrow_rows
+        self.gemms(self.exchange.row_slot, narrow=few)
         self.exchange.combine(topk_idx, out)
 
-    def gemms(self, row_slot: torch.Tensor) -> None:
-        """Both layers for the rows of the last dispatch; row r of Linear-2 goes to the address `row_slot[r]`."""
+    def gemms(self, row_slot: torch.Tensor, narrow: bool = False) -> None:
+        """Both layers for the rows of the last dispatch; row r of Linear-2 goes to the address `row_slot[r]`. narrow: by that kernel."""
         from xstage.moe import grouped_gemm
 
         e, w = self.exchange, self.weights
@@ -105,7 +105,7 @@ class KernelPipeline:
         grouped_gemm.both(
             e.activations, e.scales, w.w1, w.w1_scales, w.w2, w.w2_scales, e.work, e.totals, e.row_weight, self.middle,
             self.middle_scales, row_slot, (e.ready, e.control, e.call, e.arrived, e.sends), self.clamp, e.layout, self.spans,
-            self._may_be_narrow and self.spans is None and self._rows <= self.narrow_rows,
+            narrow,
         )  # fmt: skip
 
     def linear1(self) -> None:
@@ -137,6 +137,11 @@ class KernelPipeline:
         """Drop the memory. No peer may store into it any more."""
         self.exchange.free()
         self.middle = self.middle_scales = torch.empty(0)
+
+
+def rows_of_an_expert(tokens: int, layout: BufferLayout) -> int:
+    """Rows of an expert on average, rounded up, if every rank has so many tokens and no pick is masked."""
+    return -(-tokens * layout.ranks * layout.top_k // layout.experts)
 
 
 class TorchPipeline:

@@ -390,7 +390,7 @@ def simulate_one_list(
         _per_producer(stores, platform.sms), _per_producer(bulk, platform.sms), float(step_ns), int(MOST_NS / step_ns), sums, spans,
     )  # fmt: skip
     if unfinished:
-        raise XStageError(f"order {order.name}: {unfinished} CTAs have tiles left after {MOST_NS / 1e6:g} ms")
+        raise XStageError(f"order: {order.name} leaves {unfinished} CTAs with tiles after {MOST_NS / 1e6:g} ms, the most that is simulated")
     tiles = (int(sums[0, TILES]), int(sums[1, TILES]))
     each = sums[:, :TILES] / np.maximum(sums[:, TILES:], 1)
     period = float(each[1].sum() + tiles[0] / max(tiles[1], 1) * each[0].sum())

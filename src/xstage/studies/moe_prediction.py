@@ -92,9 +92,7 @@ def spans(row: Mapping[str, Any], platform: Platform, ranks: int, **given: float
     mine = len(row["counts"]) // ranks
     for name, recorded in row["orders"].items():
         times = control_times(recorded["local"])
-        order = WorkOrder.of(
-            name, 2 * m.intermediate // TILE_COLUMNS, m.hidden // TILE_COLUMNS, lead_rows=None, instances=platform.sms // 2
-        )
+        order = order_of(name, m, platform)
         runs = {
             remote: [
                 simulate_one_list(
@@ -168,8 +166,9 @@ def annotate(path: str | Path, platform: str = PLATFORM) -> dict[str, Any]:
             else:
                 row["derived"] = moe_spans.derived(row, known)
             row["predicted"] = tell(row, known, content["settings"]["world"])
-    content["prediction"] = {"platform": platform, "ns_per_k": NS_PER_K, "epilogue_ns": EPILOGUE_NS}
+    content["prediction"] = {"platform": platform}  # of spans: with the times of a tile that the control recorded
     if content["study"] == "moe":
+        content["prediction"] |= {"ns_per_k": NS_PER_K, "epilogue_ns": EPILOGUE_NS}
         content["headline"] = headline(content["rows"]) | figures(content["rows"])
     else:
         content["headline"] = moe_spans.headline(content["rows"])

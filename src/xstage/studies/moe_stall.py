@@ -67,6 +67,8 @@ class Burst:
 
     def wave_stall_ns(self, linear1_ns: float, linear2_ns: float, wave: Wave, sent_bytes: float) -> float:
         """What both phases of a wave take beyond their tiles, per Linear-2 tile. Times of a tile with local stores; sent_bytes: S."""
+        if not wave.rounds2:
+            return 0.0
         first, second = wave.rounds1 * linear1_ns, wave.rounds2 * linear2_ns
         stored = wave.rounds2 * self.burst_bytes
         held = min(max(stored - self.rate * second, 0.0), self.capacity_bytes)

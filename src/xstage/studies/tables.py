@@ -163,7 +163,7 @@ def speed(result: dict[str, Any]) -> str:
 def one_list(result: dict[str, Any]) -> str:
     rows = [
         [f"{r['shape']}, {r['share']:g}", f"{r['interleaved_ns'] / 1e3:,.0f}", f"{r['expert_wave_ns'] / 1e3:,.0f}", f"{r['speedup']:.3f}",
-         f"{r['own_shares_speedup']:.3f}", f"{r['measured_speedup']:.3f}"]
+         "–" if r["own_shares_speedup"] is None else f"{r['own_shares_speedup']:.3f}", f"{r['measured_speedup']:.3f}"]
         for r in result["outputs"]["rows"]
     ]  # fmt: skip
     head = ["model, f", "interleaved, simulated", "wave, simulated", "interleaved over wave: simulated", "with own shares", "measured"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from xstage.moe.work_table import NARROW_ROWS
@@ -42,20 +43,21 @@ def w4a8_gemm_table(results: Path) -> str:
     content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
     if not content["rows"]:
         return "Not measured yet."
-    us = {(r["shape"], r["tokens"], r["layer"], r["contender"]): r["time_us"] for r in content["rows"]}
-    loads = {(r["shape"], r["tokens"]): r["rows"] / r["experts"] for r in content["rows"]}
+    good = [r for r in content["rows"] if r["error"] is None]
+    us = {(r["shape"], r["tokens"], r["layer"], r["contender"]): r["time_us"] for r in good}
+    loads = {(r["shape"], r["tokens"]): r["rows"] / r["experts"] for r in good}
     lines = []
     for (shape, tokens), load in loads.items():
 
         def both(contender: str, at: tuple[str, int] = (shape, tokens)) -> float:
-            return float(us[*at, "both", contender])
+            return float(us.get((*at, "both", contender), math.nan))
 
         def layers(contenders: list[str], at: tuple[str, int] = (shape, tokens)) -> float:
-            return sum(min(float(us[*at, layer, c]) for c in contenders) for layer in ("linear1", "linear2"))
+            return sum(min((us.get((*at, layer, c), math.nan) for c in contenders), default=math.nan) for layer in ("linear1", "linear2"))
 
         fp8, wide, narrow = both("ours_fp8"), both("ours_mxfp4"), both("ours_mxfp4_narrow")
         taken = narrow if load <= NARROW_ROWS else wide
-        block = layers([c for _, _, _, c in us if c.startswith("humming_1x128")])
+        block = layers(sorted({c for *_, c in us if c.startswith("humming_1x128")}))
         row = layers(["humming_per_row"])
         lines.append(
             [f"{shape}, {tokens:,}", f"{load:.0f}", *(f"{t:,.0f}" for t in (fp8, wide, narrow)), f"{fp8 / taken:.2f}",
