@@ -40,9 +40,9 @@ def simulated(
     return simulate_one_list(rows, share, order, TIMES, platform, **given)
 
 
-@given(st.lists(st.integers(0, 600), max_size=6), st.floats(0, 1), st.booleans())
-def test_every_row_is_sent_once_and_counts_where_it_lies(rows: list[int], share: float, own_first: bool) -> None:
-    plan = row_plan(rows, share, own_first)
+@given(st.lists(st.integers(0, 600), max_size=6), st.floats(0, 1), st.integers(2, 9), st.data())
+def test_every_row_is_sent_once_and_counts_where_it_lies(rows: list[int], share: float, ranks: int, data: st.DataObject) -> None:
+    plan = row_plan(rows, share, data.draw(st.integers(0, ranks - 1)), ranks)
     assert plan.real.sum() == sum(rows)
     assert len(plan.real) == sum(-(-count // TILE_ROWS) for count in rows)
     came = np.zeros(len(plan.real) + 1, int)
@@ -56,8 +56,16 @@ def test_every_row_is_sent_once_and_counts_where_it_lies(rows: list[int], share:
 
 
 def test_rows_of_one_rank_lie_together() -> None:
-    first, last = (row_plan([512], 0.5, own_first).remote.tolist() for own_first in (True, False))
+    first, last = (row_plan([512], 0.5, rank).remote.tolist() for rank in (0, 1))
     assert (first, last) == ([0, 0, 128, 128], [128, 128, 0, 0])
+
+
+def test_rows_of_every_source_lie_together() -> None:
+    plan = row_plan([512, 160], 0.75, rank=2, ranks=4)
+    assert plan.remote.tolist() == [128, 128, 0, 128, 80 + 8, 32]  # 4 × 40 rows: this rank's are 80 … 120 of the second expert
+    here = ~plan.item_remote
+    assert plan.item_tile[here].tolist() == [2] * 8 + [4] * 3
+    assert (plan.item_first + plan.item_second)[-12:].tolist() == [16, 16, 8] * 4
 
 
 @pytest.mark.parametrize("order", [ORDER, WAVE, WorkOrder.of("alternating", 4, 4, lead_rows=None, instances=66)], ids=lambda o: o.name)
@@ -128,7 +136,14 @@ def digest() -> str:
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [({"share": 1.5}, "share: 1.5"), ({"step_ns": 0.0}, "step_ns: 0"), ({"jitter": 1.0}, "jitter: 1"), ({"duplex": 2.0}, "duplex: 2")],
+    [
+        ({"share": 1.5}, "share: 1.5"),
+        ({"step_ns": 0.0}, "step_ns: 0"),
+        ({"jitter": 1.0}, "jitter: 1"),
+        ({"duplex": 2.0}, "duplex: 2"),
+        ({"ranks": 1}, "ranks: 1"),
+        ({"rank": 2}, "rank: 2"),
+    ],
 )
 def test_refusals(given: dict[str, float], said: str) -> None:
     with pytest.raises(XStageError, match=said):

@@ -23,7 +23,7 @@ from xstage.predict import predict, text
 from xstage.simulate.mega_moe import DUPLEX
 from xstage.studies.dit_models import MODELS as DIT_MODELS
 from xstage.studies.dit_models import exchange_bound_ns
-from xstage.studies.eight import eight_attention_table, eight_moe_table
+from xstage.studies.eight_tables import TABLES as EIGHT
 from xstage.studies.moe_orders_table import moe_orders_table
 from xstage.studies.moe_spans_table import moe_spans_table
 from xstage.studies.moe_stall import burst, gap_ns
@@ -549,10 +549,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "moe-gemm": _moe_gemm_table,
     "moe-model": _moe_model_table,
     "moe-forms": _moe_forms_table,
-    "eight-attention": eight_attention_table,
-    "eight-moe": eight_moe_table,
     "w4a8": w4a8_table,
     "w4a8-gemm": w4a8_gemm_table,
     "attention-kernels": _attention_kernels_table,
+    **EIGHT,
     **SIMULATED,
 }

@@ -21,8 +21,9 @@ are inputs (`TileTimes`). Nothing is fitted: `SEND_BEGIN_NS` and `SEND_WINDOW_NS
 leaves the GPU; rates, capacities and the latency of the last window from the platform file.
 
 Covered: both layers, all orders of `WorkOrder`, any load of experts and any share f, the control in which results are local.
-Not covered: ranks that differ or start at different times (`row_plan`), the time from a Linear-1 tile's epilogue until its count is seen,
-stores and loads that wait behind one another inside an SM, clocks and power, the cache, what stands before and behind the kernel.
+Not covered: ranks that differ or start at different times (`row_plan`), receivers that are busy, the time from a Linear-1 tile's epilogue
+until its count is seen, stores and loads that wait behind one another inside an SM, clocks and power, the cache, what stands before and
+behind the kernel.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xstage.errors import XStageError
-from xstage.moe.layout import AHEAD, piece_bytes, slots_of
+from xstage.moe.layout import AHEAD, MAX_RANKS, piece_bytes, slots_of
 from xstage.moe.work_table import LAYER_SHIFT, ROW_SHIFT, STAGES, TAKEN_BEFORE, TILE_COLUMNS, WorkOrder, partner, work_list
 from xstage.platform import Platform, StoreMethod
 from xstage.simulate.engine import _jit
@@ -348,7 +349,8 @@ def simulate_one_list(
     platform: Platform,
     *,
     remote: bool = True,
-    own_first: bool = True,
+    rank: int = 0,
+    ranks: int = 2,
     duplex: float = DUPLEX,
     jitter: float = MAINLOOP_SPREAD,
     step_ns: float = STEP_NS,
@@ -357,7 +359,7 @@ def simulate_one_list(
 
     Args:
         rows: real rows of each of its experts. share: f, of rows from other ranks. order: of the list; its columns say the layer's sizes.
-        remote: False for the control: results stay here, rows are sent all the same. own_first: see `row_plan`.
+        remote: False for the control: results stay here, rows are sent all the same. rank, ranks: see `row_plan`.
         duplex: factor on R. jitter: relative half-width of times of main loops and items.
 
     Raises:
@@ -368,11 +370,13 @@ def simulate_one_list(
         ("step_ns", step_ns, 1, 1000),
         ("jitter", jitter, 0, 0.9),
         ("duplex", duplex, 0.01, 1),
+        ("ranks", ranks, 2, MAX_RANKS),
+        ("rank", rank, 0, ranks - 1),
     ):
         if not low <= value <= high:
             raise XStageError(f"{name}: {value:g} must lie in {low:g} … {high:g}")
     stores, bulk = platform.method("st_global"), platform.method("bulk")
-    plan = row_plan(rows, share, own_first)
+    plan = row_plan(rows, share, rank, ranks)
     table = np.asarray(work_list(rows, order), np.int64).reshape(-1, 4)
     words = table[:, 0]
     layer = words >> LAYER_SHIFT & 1

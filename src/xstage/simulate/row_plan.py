@@ -6,9 +6,9 @@ items of up to `ITEM_PAIRS` rows of one expert and one source, in the order in w
 One rank is planned, and its peers are taken to have the same rows: what this rank sends to a peer at some time is what a peer sends here at
 that time. So an item for a peer stands for the item that brings the same rows of this rank from there.
 
-Covered: experts of any load, any share f of rows that come from other ranks, tiles with few real rows, rows of this rank that lie before
-or behind those of its peers.
-Not covered: ranks of different load, this rank's rows in the midst of its peers'.
+Covered: experts of any load, any share f of rows that come from other ranks, any number of these, tiles with few real rows.
+Not covered: ranks of different load; that an expert's rows come from all ranks side by side, as every sender has its own part of them to
+send: here they come in the order in which they lie.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ class RowPlan:
         return int((self.item_first + self.item_second)[self.item_remote].sum())
 
 
-def row_plan(rows: Sequence[int], share: float, own_first: bool = True) -> RowPlan:
+def row_plan(rows: Sequence[int], share: float, rank: int = 0, ranks: int = 2) -> RowPlan:
     """Of a rank whose experts have so many real rows each.
 
     Args:
-        share: f, of an expert's rows that come from other ranks; rounded to whole rows. own_first: this rank's own lie before them.
+        share: f, of an expert's rows that come from other ranks; rounded to whole rows, of which every other rank has an even part.
+        rank: of `ranks`, at least 2; so many have their rows before its own.
     """
     real: list[int] = []
     remote: list[int] = []
@@ -59,15 +60,16 @@ def row_plan(rows: Sequence[int], share: float, own_first: bool = True) -> RowPl
     for count in rows:
         first = TILE_ROWS * len(real)
         far = round(share * count)
-        own = count - far
-        begin, end = (own, count) if own_first else (0, far)  # of those from other ranks
+        ends = [far * peers // (ranks - 1) for peers in range(ranks)]  # of rows from so many peers
+        bounds = [*ends[: rank + 1], *(row + count - far for row in ends[rank:])]  # of the ranks' rows
+        begin, end = bounds[rank : rank + 2]
         for at in range(0, count, TILE_ROWS):
             until = min(at + TILE_ROWS, count)
             real.append(until - at)
-            remote.append(max(min(until, end) - max(at, begin), 0))
-        for leaves, start, size in ((False, 0 if own_first else far, own), (True, begin, far)):
-            items += [(first + start + at, min(ITEM_PAIRS, size - at), leaves) for at in range(0, size, ITEM_PAIRS)]
-    items.sort(key=lambda item: item[0])
+            remote.append(until - at - max(min(until, end) - max(at, begin), 0))
+        for source in range(ranks):
+            start, stop = bounds[source], bounds[source + 1]
+            items += [(first + at, min(ITEM_PAIRS, stop - at), source != rank) for at in range(start, stop, ITEM_PAIRS)]
     table = np.asarray(items, np.int64).reshape(-1, 3)
     first_row, of_item = table[:, 0], table[:, 1]
     tile = first_row // TILE_ROWS

@@ -97,7 +97,7 @@ def spans(row: Mapping[str, Any], platform: Platform, ranks: int, **given: float
             remote: [
                 simulate_one_list(
                     row["counts"][rank * mine : (rank + 1) * mine], row["share"], order, times, platform,
-                    remote=remote, own_first=rank == 0, **given,
+                    remote=remote, rank=rank, ranks=ranks, **given,
                 )
                 for rank in range(ranks)
             ]

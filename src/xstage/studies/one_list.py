@@ -43,12 +43,7 @@ def run(measured: Path, out: Path | None = SIMULATED) -> dict[str, Any]:
     Raises:
         XStageError: no such file, or of another study.
     """
-    try:
-        content = json.loads(measured.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise XStageError(f"path: {measured} cannot be read: {error}") from None
-    if content.get("study") != "moe-layer":
-        raise XStageError(f"path: {measured} is a result of {content.get('study')!r}, not of 'moe-layer'")
+    content = layer_rows(measured)
     platform, ranks = load_platform(PLATFORM, samples=False), content["settings"]["world"]
     rows = []
     for r in content["rows"]:
@@ -78,18 +73,28 @@ def run(measured: Path, out: Path | None = SIMULATED) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def layer_rows(path: Path) -> dict[str, Any]:
+    """Content of a result of `moe_layer`.
+
+    Raises:
+        XStageError: no such file, or of another study.
+    """
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise XStageError(f"path: {path} cannot be read: {error}") from None
+    if content.get("study") != "moe-layer":
+        raise XStageError(f"path: {path} is a result of {content.get('study')!r}, not of 'moe-layer'")
+    return content
+
+
 def variants(content: Mapping[str, Any], platform: Platform) -> list[dict[str, Any]]:
     """Errors of the stalls of a result of `moe_spans`, µs: median, largest, and the largest of a difference of two simulations."""
-    stores = platform.method("st_global")
-
-    def scaled(factor: float) -> Platform:
-        capacity = tuple(factor * size for size in stores.capacity)
-        return replace(platform, methods={**platform.methods, "st_global": replace(stores, capacity=capacity)})
-
     cases: list[tuple[str, Platform, dict[str, float]]] = [
         ("as chosen", platform, {}), ("R not reduced for two directions", platform, {"duplex": 1.0}),
         ("tiles and items without spread", platform, {"jitter": 0.0}), ("spread by ±20%", platform, {"jitter": 0.2}),
-        ("Q of result stores halved", scaled(0.5), {}), ("Q of result stores doubled", scaled(2.0), {}),
+        ("Q of result stores halved", with_capacity(platform, 0.5, "st_global"), {}),
+        ("Q of result stores doubled", with_capacity(platform, 2.0, "st_global"), {}),
         ("steps of 12.5 ns", platform, {"step_ns": 12.5}),
     ]  # fmt: skip
     found = []
@@ -104,15 +109,25 @@ def variants(content: Mapping[str, Any], platform: Platform) -> list[dict[str, A
     return found
 
 
-def predict(row: Mapping[str, Any], counts: Sequence[int], ranks: int, platform: Platform) -> dict[str, float]:
-    """Order → ns of the kernel, mean over ranks. counts: rows of all experts."""
+def with_capacity(platform: Platform, factor: float, *methods: str) -> Platform:
+    """A platform whose Q is that many times as large, of some of its store methods."""
+    scaled = {
+        name: replace(m, capacity=tuple(factor * size for size in m.capacity)) for name, m in platform.methods.items() if name in methods
+    }
+    return replace(platform, methods={**platform.methods, **scaled})
+
+
+def predict(row: Mapping[str, Any], counts: Sequence[int], ranks: int, platform: Platform, remote: bool = True) -> dict[str, float]:
+    """Order → ns of the kernel, mean over ranks. counts: rows of all experts. remote: False for the control, all results local."""
     m, mine = shape(row["shape"]), len(counts) // ranks
     times = TileTimes(NS_PER_K * m.hidden, EPILOGUE_NS, NS_PER_K * m.intermediate, EPILOGUE_NS)
     found = {}
     for name in ORDERS:
         order = order_of(name, m, platform)
         found[name] = mean(
-            simulate_one_list(counts[rank * mine : (rank + 1) * mine], row["share"], order, times, platform, own_first=rank == 0).time_ns
+            simulate_one_list(
+                counts[rank * mine : (rank + 1) * mine], row["share"], order, times, platform, remote=remote, rank=rank, ranks=ranks
+            ).time_ns
             for rank in range(ranks)
         )
     return found

@@ -179,7 +179,8 @@ def one_list_variants(result: dict[str, Any]) -> str:
     return grid(head, rows)
 
 
-def _from(study: str, draw: Callable[[dict[str, Any]], str], results: Path) -> str:
+def from_study(study: str, draw: Callable[[dict[str, Any]], str], results: Path) -> str:
+    """A table of a study's result file."""
     source = results / "simulated" / f"{study}.json"
     if not source.is_file():
         raise XStageError(f"results: {source} is missing, make it with: python -m xstage.studies.{study}")
@@ -187,18 +188,18 @@ def _from(study: str, draw: Callable[[dict[str, Any]], str], results: Path) -> s
 
 
 TABLES: dict[str, Callable[[Path], str]] = {
-    "simulate-table2": partial(_from, "table2", table2),
-    "simulate-table2-fabric": partial(_from, "table2", table2_fabric),
-    "simulate-table2-variants": partial(_from, "table2", table2_variants),
-    "simulate-table2-tried": partial(_from, "table2", table2_tried),
-    "simulate-table2-leave-one-out": partial(_from, "table2", table2_leave_one_out),
-    "simulate-moe84": partial(_from, "moe84", moe84),
-    "simulate-moe84-groups": partial(_from, "moe84", moe84_groups),
-    "simulate-moe84-variants": partial(_from, "moe84", moe84_variants),
-    "simulate-table3": partial(_from, "table3", table3),
-    "simulate-scale": partial(_from, "scale", scale),
-    "simulate-lead": partial(_from, "lead", lead),
-    "simulate-speed": partial(_from, "speed", speed),
-    "simulate-one-list": partial(_from, "one_list", one_list),
-    "simulate-one-list-variants": partial(_from, "one_list", one_list_variants),
+    "simulate-table2": partial(from_study, "table2", table2),
+    "simulate-table2-fabric": partial(from_study, "table2", table2_fabric),
+    "simulate-table2-variants": partial(from_study, "table2", table2_variants),
+    "simulate-table2-tried": partial(from_study, "table2", table2_tried),
+    "simulate-table2-leave-one-out": partial(from_study, "table2", table2_leave_one_out),
+    "simulate-moe84": partial(from_study, "moe84", moe84),
+    "simulate-moe84-groups": partial(from_study, "moe84", moe84_groups),
+    "simulate-moe84-variants": partial(from_study, "moe84", moe84_variants),
+    "simulate-table3": partial(from_study, "table3", table3),
+    "simulate-scale": partial(from_study, "scale", scale),
+    "simulate-lead": partial(from_study, "lead", lead),
+    "simulate-speed": partial(from_study, "speed", speed),
+    "simulate-one-list": partial(from_study, "one_list", one_list),
+    "simulate-one-list-variants": partial(from_study, "one_list", one_list_variants),
 }
