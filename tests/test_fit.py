@@ -3,19 +3,22 @@
 Not covered: real hardware (tests/gpu) and the reduction of raw records (test_launch).
 """
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from xstage.burst_gap import recurrence
-from xstage.calibration.fit import drain_rates, fit_method, fit_residuals, gates, held_out
+from xstage.calibration.fit import drain_rates, fit_method, fit_residuals, gates, held_out, limits
 from xstage.calibration.protocol import Point, points, producer_grid
+from xstage.calibration.table import sweep_table
 from xstage.errors import CalibrationFailed
 from xstage.platform import KiB, Platform
 from xstage.samples import Sample
 
 SMS, PER_SM_RATE, RATE, PER_SM_CAPACITY, LATENCY = 132, 48.0, 372.0, 26 * KiB, 2000.0
+CAPACITY_PER_PEER = 0.5  # what each further peer adds, of the first one's
 
 
 def floor_ns(size: float) -> float:
@@ -26,7 +29,7 @@ def measure(point: Point, noise: np.random.Generator, rate: float = RATE) -> Sam
     """One launch as the fluid model has it, 1% noise on times."""
     k, size = point.producers, float(point.bytes_per_producer)
     drain = min(k * PER_SM_RATE, rate) if point.destination == "peer" else 1e6
-    capacity = k * PER_SM_CAPACITY if point.mode != "free" else 1e9
+    capacity = k * PER_SM_CAPACITY * (1 + CAPACITY_PER_PEER * (point.fan_out - 1)) if point.mode != "free" else 1e9
     gap = 1e9 if point.mode == "isolated" else float(point.gap_ns) + (1500.0 if point.mode == "aligned" else 0.0)
     path = recurrence(np.full(80, k * size), gap, floor_ns(size), drain, capacity if capacity < 1e9 else k * PER_SM_CAPACITY)
     issue = float(path.issue_ns[-1])
@@ -38,8 +41,9 @@ def measure(point: Point, noise: np.random.Generator, rate: float = RATE) -> Sam
     period = float(np.mean(times)) + (0 if point.mode == "isolated" else gap)
     return Sample(
         point.method, point.mode, point.destination, k, point.bytes_per_producer, float(point.gap_ns), rank=0, loaded=point.loaded,
-        role=point.role, issue_ns=list(times), issue_max_ns=list(times * 1.1), visible_ns=list(visible), gap_seen_ns=[gap] * 10,
-        skew_ns=[40.0] * 10, window_ns=period * 100, window_bytes=k * size * 100, window_bursts=100, sm_clock_ghz=1.98,
+        fan_out=point.fan_out, role=point.role, issue_ns=list(times), issue_max_ns=list(times * 1.1), visible_ns=list(visible),
+        gap_seen_ns=[gap] * 10, skew_ns=[40.0] * 10, window_ns=period * 100, window_bytes=k * size * 100, window_bursts=100,
+        sm_clock_ghz=1.98,
     )  # fmt: skip
 
 
@@ -118,6 +122,28 @@ def test_stores_that_did_not_arrive_fail_a_gate(samples: list[Sample], platform:
 def test_missing_samples_are_named() -> None:
     with pytest.raises(CalibrationFailed, match="bulk has 0 drain rates"):
         fit_method([], "bulk")
+
+
+def test_limits_by_condition(samples: list[Sample], platform: Platform) -> None:
+    """More peers hold more, at the same rate; a condition without isolated bursts has no Q."""
+    noise = np.random.default_rng(2)
+    of_two = [measure(p, noise) for p in points(SMS, ("st_global",), peers=2) if p.fan_out == 2]
+    of_three = [replace(s, fan_out=3) for s in of_two if s.mode == "free"]
+    found = {(f.loaded, f.fan_out): f for f in limits([*samples, *of_two, *of_three], platform, "st_global")}
+    assert list(found) == [(False, 1), (False, 2), (False, 3), (True, 1)]
+    fitted = platform.method("st_global")
+    own = found[False, 1]
+    assert own.drain_rate == fitted.drain_rate(SMS)
+    assert own.capacity_bytes == pytest.approx(float(fitted.capacity_bytes(SMS)), rel=1e-9)
+    for condition, f in found.items():
+        assert f.drain_rate == pytest.approx(RATE, rel=0.01), condition
+    assert found[True, 1].capacity_bytes == pytest.approx(SMS * PER_SM_CAPACITY, rel=0.1)
+    assert found[False, 2].capacity_bytes == pytest.approx(1.5 * SMS * PER_SM_CAPACITY, rel=0.1)
+    assert math.isnan(found[False, 3].capacity_bytes)
+    said = sweep_table(replace(platform, samples=tuple([*samples, *of_two, *of_three])))
+    assert "one direction, to 2 peers: R 37" in said
+    assert "one direction, to 3 peers: R 37" in said
+    assert said.count("Q not measured") == 1
 
 
 def test_zero_gap_rate_is_bytes_over_time_not_a_mean_of_periods() -> None:

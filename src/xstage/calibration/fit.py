@@ -38,6 +38,19 @@ FLOOR_NOISE_NS = 50.0  # differences of issue time below this are not evidence o
 
 
 @dataclass(frozen=True)
+class Limits:
+    """R and Q of all SMs under one condition. loaded: both directions carried traffic. fan_out: peers that were written to.
+
+    drain_rate: bytes/ns. capacity_bytes: NaN where no isolated bursts were measured, or none was held up.
+    """
+
+    loaded: bool
+    fan_out: int
+    drain_rate: float
+    capacity_bytes: float
+
+
+@dataclass(frozen=True)
 class HeldOut:
     """One held-out sample against the model; times in ns."""
 
@@ -86,11 +99,11 @@ def fit_method(samples: Iterable[Sample], name: str) -> StoreMethod:
         issue = np.array([median_of(isolated[k, b], "issue_ns") for b in sizes])
         local = np.array([median_of(control[k, b], "issue_ns") for b in sizes])
         floors[k] = np.minimum(issue, local)
-        held_up = issue > floors[k] + np.maximum(0.5 * floors[k], 4 * FLOOR_NOISE_NS)
+        held_up = _held_up(issue, floors[k])
         if held_up.sum() >= 2:
             free = size <= size[held_up].min() / 2
             latency = _latency(isolated, k, size[free], rates[k])
-            q = float(np.median((k * size - rates[k] * issue)[held_up]))
+            q = _capacity(k * size, issue, held_up, rates[k])
             fence = float(np.median([_fence_capacity(isolated[k, int(b)], rates[k], latency) for b in size[held_up]]))
             crossed = int(np.argmax((k * size - q) / rates[k] > floors[k]))
             capacity[k] = (q, fence, float(size[max(crossed - 1, 0)]), float(size[crossed]))
@@ -112,6 +125,36 @@ def fit_method(samples: Iterable[Sample], name: str) -> StoreMethod:
         knee_low=tuple(capacity[k][2] for k in caps),
         knee_high=tuple(capacity[k][3] for k in caps),
     )
+
+
+def limits(samples: Iterable[Sample], platform: Platform, name: str) -> list[Limits]:
+    """R and Q of all SMs of a store method for every condition in the samples, by the fitted issue floor: the fit's own first.
+
+    Whether R is a property of the sender's port, and whether Q grows with the peers, is what these say on more than two GPUs.
+    """
+    k, found = platform.sms, []
+    mine = [s for s in select(of_table(samples, name), destination="peer", role="fit") if s.producers == k]
+    for loaded, fan_out in sorted({(s.loaded, s.fan_out) for s in mine}):
+        here = [s for s in mine if (s.loaded, s.fan_out) == (loaded, fan_out)]
+        if k not in (rates := drain_rates(here)):
+            continue
+        isolated = _by_point(s for s in here if s.mode == "isolated")
+        size = np.array(sorted(b for _, b in isolated), float)
+        issue = np.array([median_of(isolated[k, int(b)], "issue_ns") for b in size])
+        held_up = _held_up(issue, np.array([float(platform.method(name).issue_floor_ns(k, b)) for b in size]))
+        q = _capacity(k * size, issue, held_up, rates[k]) if held_up.sum() >= 2 else math.nan
+        found.append(Limits(loaded, fan_out, rates[k], q))
+    return found
+
+
+def _held_up(issue: NDArray[np.float64], floor: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Which bursts clearly waited for the path."""
+    return issue > floor + np.maximum(0.5 * floor, 4 * FLOOR_NOISE_NS)
+
+
+def _capacity(burst_bytes: NDArray[np.float64], issue: NDArray[np.float64], held_up: NDArray[np.bool_], rate: float) -> float:
+    """Q from bursts that follow (V − Q)/R."""
+    return float(np.median((burst_bytes - rate * issue)[held_up]))
 
 
 def drain_rates(samples: Iterable[Sample]) -> dict[int, float]:

@@ -70,7 +70,7 @@ def _points(sms: int, method: str, peers: int) -> list[Point]:
     held_out += [Point(method, "isolated", round(0.75 * sms), b * KiB, ISOLATED_GAP_NS, 12, role="held_out") for b in (6, 14, 22, 36, 80)]
     loaded = [replace(p, loaded=True) for p in splits if p.producers in grid[-2:]]
     loaded += [replace(p, loaded=True, bursts=40) for p in isolated if p.producers == sms]
-    fan_out = [replace(p, fan_out=n) for n in range(2, peers + 1) for p in splits if p.producers == sms]
+    fan_out = [replace(p, fan_out=n) for n in range(2, peers + 1) for p in (*splits, *isolated) if p.producers == sms]
     return splits + isolated + sweep + local + held_out + loaded + fan_out
 
 

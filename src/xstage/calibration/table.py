@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from xstage.calibration.fit import median_of
+from xstage.calibration.fit import limits, median_of
 from xstage.platform import METHODS, KiB, MiB, Platform
 from xstage.samples import select
 
@@ -36,6 +36,12 @@ def sweep_table(platform: Platform) -> str:
         ]
         if name not in METHODS:
             continue
+        for found in limits(platform.samples, platform, name):
+            if found.loaded or found.fan_out > 1:
+                q = "not measured" if math.isnan(found.capacity_bytes) else f"{found.capacity_bytes / MiB:.2f} MiB"
+                peers = f", to {found.fan_out} peers" if found.fan_out > 1 else ""
+                where = "both directions loaded" if found.loaded else "one direction"
+                lines.append(f"  {where}{peers}: R {found.drain_rate:.1f} GB/s, Q {q}")
         lines += ["", f"  {'burst':>9} {'gap µs':>7} {'issue µs':>9} {'local µs':>9} {'period µs':>10} {'GB/s':>6}"]
         swept = select(platform.samples, method=name, mode="free", producers=platform.sms, loaded=False, fan_out=1, role="fit")
         sizes = sorted({s.bytes_per_producer for s in swept})
