@@ -52,6 +52,7 @@ def test_predict_flags_extrapolation_but_answers(capsys: pytest.CaptureFixture[s
         (["bench", "attention"], "out: bench attention needs"),
         (["bench", "dit"], "out: bench dit needs"),
         (["bench", "moe"], "out: bench moe needs"),
+        (["bench", "moe-lead"], "out: bench moe-lead needs"),
         (["bench", "dit", "--prebuild", "k"], "prebuild: bench dit has no kernels"),
         (["calibrate", "--out", "/"], "is a directory"),
         (["calibrate", "--out", "x.json", "--repeats", "0"], "repeats: 0"),

@@ -110,6 +110,15 @@ def test_linear2_alone_stalls_where_the_mixed_order_does_not() -> None:
     assert wave.store_spans_ns.mean() > 1.5 * mixed.store_spans_ns.mean()
 
 
+def test_rows_have_come_before_the_kernel_ends_and_sooner_with_a_longer_lead() -> None:
+    runs = [
+        simulated(WorkOrder.of("interleaved", 4, 4, lead_rows=lead, instances=66), 0.5, [1024] * 64, remote=remote)
+        for lead, remote in ((16, True), (512, True), (512, False))
+    ]
+    assert all(0 < run.dispatch_ns < run.time_ns for run in runs)
+    assert runs[0].dispatch_ns > runs[1].dispatch_ns > 0.99 * runs[2].dispatch_ns
+
+
 def test_steps_are_short_enough() -> None:
     rows = [700] * 24
     fine, coarse = (simulated(WAVE, 0.875, rows, step_ns=step).time_ns for step in (12.5, 50.0))
@@ -118,7 +127,7 @@ def test_steps_are_short_enough() -> None:
 
 def test_no_rows() -> None:
     run = simulated(rows=[0, 0])
-    assert (run.time_ns, run.period_ns, run.tiles, run.moved_bytes) == (0.0, 0.0, (0, 0), 0.0)
+    assert (run.time_ns, run.period_ns, run.tiles, run.moved_bytes, run.dispatch_ns) == (0.0, 0.0, (0, 0), 0.0, 0.0)
 
 
 def test_the_same_source_interpreted() -> None:

@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     v = verb("bench", _bench, "Benchmarks (start them with torchrun), and the numbers that README and docs take from result files.")
     v.add_argument(
         "what",
-        choices=("attention", "moe", "moe-layer", "moe-spans", "w4a8", "dit", "docs"),
+        choices=("attention", "moe", "moe-layer", "moe-lead", "moe-spans", "w4a8", "dit", "docs"),
         help="docs: write results/headline.json and the generated tables anew",
     )
     v.add_argument("--out", help="attention, moe…, dit: result file to write")
@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     v.add_argument("--heads", type=int, nargs="+", default=[4, 12], help="attention: heads per rank (default 4 12)")
     v.add_argument("--sequences", type=int, nargs="+", default=[4096, 8192, 16384, 32768], help="attention: whole sequences")
-    v.add_argument("--tokens", type=int, default=8192, help="moe-layer, moe-spans: tokens per rank (default 8192)")
+    v.add_argument("--tokens", type=int, default=8192, help="moe-layer, moe-lead, moe-spans: tokens per rank (default 8192)")
     v.add_argument("--sizes", type=int, nargs="+", help="moe, w4a8: tokens per rank (default 8192 27904 55808; 64 … 8192)")
     v.add_argument("--weights", choices=("fp8", "mxfp4"), default="fp8", help="moe: format of weights (default fp8)")
     v.add_argument("--shares", type=float, nargs="+", help="moe…: shares of remote picks (default 0.5 0.875)")
@@ -234,9 +234,10 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     if options.prebuild:
-        if options.what not in ("moe", "moe-layer", "moe-spans", "w4a8"):
-            raise XStageError(f"prebuild: bench {options.what} has no kernels that can be kept; moe, moe-layer, moe-spans and w4a8 have")
-        from xstage.studies import moe_layer, moe_orders, moe_spans, w4a8
+        kept = ("moe", "moe-layer", "moe-lead", "moe-spans", "w4a8")
+        if options.what not in kept:
+            raise XStageError(f"prebuild: bench {options.what} has no kernels that can be kept; {', '.join(kept)} have")
+        from xstage.studies import moe_layer, moe_lead, moe_orders, moe_spans, w4a8
 
         if options.what == "moe":
             largest = max(options.sizes or moe_orders.SIZES)
@@ -246,7 +247,7 @@ def _bench(options: argparse.Namespace) -> int:
         elif options.what == "w4a8":
             number = w4a8.prebuild(options.prebuild, shapes=options.shapes or w4a8.SHAPES, sizes=options.sizes or w4a8.SIZES)
         else:
-            study: Any = moe_spans if options.what == "moe-spans" else moe_layer
+            study: Any = {"moe-layer": moe_layer, "moe-lead": moe_lead, "moe-spans": moe_spans}[options.what]
             number = study.prebuild(options.prebuild, shapes=options.shapes or study.SHAPES, tokens=options.tokens)
         print(f"{number} kernels in {options.prebuild}")
         return 0
@@ -296,6 +297,13 @@ def _bench_on_gpus(options: argparse.Namespace) -> None:
         from xstage.studies import w4a8
 
         w4a8.run(options.out, shapes=options.shapes or w4a8.SHAPES, sizes=options.sizes or w4a8.SIZES, budget_s=options.budget)
+    elif options.what == "moe-lead":
+        from xstage.studies import moe_lead
+
+        moe_lead.run(
+            options.out, shapes=options.shapes or moe_lead.SHAPES, tokens=options.tokens, shares=options.shares or moe_lead.SHARES,
+            budget_s=options.budget,
+        )  # fmt: skip
     elif options.what == "moe-spans":
         from xstage.studies import moe_spans
 

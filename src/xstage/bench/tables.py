@@ -24,6 +24,7 @@ from xstage.simulate.mega_moe import DUPLEX
 from xstage.studies.dit_models import MODELS as DIT_MODELS
 from xstage.studies.dit_models import exchange_bound_ns
 from xstage.studies.eight_tables import TABLES as EIGHT
+from xstage.studies.moe_lead_table import moe_lead_table
 from xstage.studies.moe_orders_table import moe_orders_table
 from xstage.studies.moe_spans_table import moe_spans_table
 from xstage.studies.moe_stall import burst, gap_ns
@@ -542,6 +543,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "head-exchange": _head_exchange_table,
     "moe": _moe_table,
     "moe-orders": moe_orders_table,
+    "moe-lead": moe_lead_table,
     "moe-spans": moe_spans_table,
     "moe-summary": _moe_summary_table,
     "moe-small": _moe_small_table,

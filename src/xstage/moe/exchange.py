@@ -162,7 +162,8 @@ class Exchange:
         layout: fp8, tile 128, `direct` if there is an order. intermediate: columns of gate, and of up.
         group: whose ranks hold the experts, in rank order. device: this rank's GPU. timeout_s: bound of every wait.
         tag: names the object in errors; the same on every rank, and its own.
-        order: of both GEMMs in one kernel (None: one after the other).
+        order: of both GEMMs in one kernel (None: one after the other). Another one may be set between calls: it is the plan that makes
+            the list, and everything else is the same for all orders.
 
     Attributes, for the GEMMs; of a call's own size only where `totals` says so, valid from `dispatch` to `combine` on the stream:
         activations: uint8 (e4m3) [rows, hidden]. scales: float32 [hidden / 128, rows], m-major, 0 in padding rows.

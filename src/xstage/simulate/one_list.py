@@ -190,7 +190,8 @@ def _send(  # type: ignore[no-untyped-def]
     now, step, ahead, room, entries1, item_tile, item_rows, item_windows, item_remote, item_bytes, begin_ns, window_ns, end_ns,
     producer_rate, jitter, progress, arrived, sending, item, windows, until, sent,
 ):  # fmt: skip
-    """The sending warps of all CTAs."""
+    """The sending warps of all CTAs; returns when the last of the items that arrived in this step did, 0: none."""
+    last = 0.0
     items = item_tile.shape[0]
     for c in range(item.shape[0]):
         i = item[c]
@@ -220,8 +221,10 @@ def _send(  # type: ignore[no-untyped-def]
             for j in range(2):
                 if item_rows[j, i] > 0:
                     arrived[item_tile[i] + j] += item_rows[j, i]
+            last = max(last, until[c])
             item[c] += item.shape[0]
             sending[c] = ITS_TURN
+    return last
 
 
 @_jit
@@ -264,7 +267,7 @@ def _run(  # type: ignore[no-untyped-def]
     item_tile, item_rows, item_windows, item_remote, item_bytes, begin_ns, window_ns, end_ns, ring, taken_before, ahead,
     clusters, rate, producer_rate, capacity, bulk_capacity, step, most, sums, spans,
 ):  # fmt: skip
-    """All steps; returns CTAs that did not come to the end, when the last one did, bytes that left the rank."""
+    """All steps; returns CTAs that did not come to the end, when the last one did, bytes that left the rank, when the last row had come."""
     ctas, entries = CLUSTER * clusters, layer.shape[0]
     # Of clusters: entries under way, when their first stage could be loaded (−1: not yet), when each CTA's main loop began.
     entry = np.full((clusters, LAST + 1), END, np.int64)
@@ -283,7 +286,7 @@ def _run(  # type: ignore[no-untyped-def]
     for g in range(clusters):
         entry[g, 0] = g if g < entries else END
         loaded[g, 0] = -1.0 if g < entries else 0.0
-    taken, unfinished, moved, n = clusters, ctas, 0.0, 0
+    taken, unfinished, moved, dispatched, n = clusters, ctas, 0.0, 0.0, 0
     while unfinished > 0 and n < most:
         n += 1
         now = n * step
@@ -299,14 +302,15 @@ def _run(  # type: ignore[no-untyped-def]
             now, step, ring, capacity[active], layer, tiles, remote_bytes, stages, main, epilogue1, store_span, gap, jitter, done,
             entry, loaded, start, newest, number, phase, free, opened, to_store, counts, counted, held, sums, spans,
         )  # fmt: skip
-        _send(
+        came = _send(
             now, step, ahead * clusters, bulk_capacity[active], entries1, item_tile, item_rows, item_windows, item_remote, item_bytes,
             begin_ns, window_ns, end_ns, producer_rate, jitter, progress, arrived, sending, item, windows, until, sent,
         )  # fmt: skip
+        dispatched = max(dispatched, came)
         moved += _drain(held, sent, left, rate, producer_rate, step)
     while held.sum() + sent.sum() > 0.0:
         moved += _drain(held, sent, left, rate, producer_rate, step)
-    return unfinished, free.max(), moved
+    return unfinished, free.max(), moved, dispatched
 
 
 @dataclass(frozen=True)
@@ -331,7 +335,8 @@ class OneListRun:
     Attributes:
         time_ns: until the last tile's stores are issued. period_ns: mean time from one Linear-2 tile of a CTA to the next, with its share
         of Linear-1 tiles, the first tile's wait left out (`studies.moe_spans` says the same of a recorded call).
-        store_spans_ns: T_RS of every Linear-2 tile, of CTAs. tiles: of either layer. moved_bytes: that left the rank.
+        store_spans_ns: T_RS of every Linear-2 tile, of CTAs. tiles: of either layer. moved_bytes: that left the rank. dispatch_ns: until
+        the last row has arrived.
     """
 
     time_ns: float
@@ -339,6 +344,7 @@ class OneListRun:
     store_spans_ns: NDArray[np.float64]
     tiles: tuple[int, int]
     moved_bytes: float
+    dispatch_ns: float
 
 
 def simulate_one_list(
@@ -384,7 +390,7 @@ def simulate_one_list(
     item_rows = np.stack([plan.item_first, plan.item_second])
     piece = piece_bytes(hidden)
     sums, spans = np.zeros((2, 6)), np.zeros(CLUSTER * int(layer.sum()))
-    unfinished, ended, moved = _run(
+    unfinished, ended, moved, dispatched = _run(
         layer, np.stack([words >> ROW_SHIFT, partner(words) >> ROW_SHIFT]), table[:, 1].copy(), int((layer == 0).sum()), order.columns1,
         plan.real, plan.remote * float(TILE_COLUMNS * RESULT_BYTES * remote), np.array([hidden, intermediate]) // STAGE_COLUMNS,
         np.array([times.linear1_main_ns, times.linear2_main_ns], float), float(times.linear1_epilogue_ns), float(times.store_span_ns),
@@ -398,7 +404,7 @@ def simulate_one_list(
     tiles = (int(sums[0, TILES]), int(sums[1, TILES]))
     each = sums[:, :TILES] / np.maximum(sums[:, TILES:], 1)
     period = float(each[1].sum() + tiles[0] / max(tiles[1], 1) * each[0].sum())
-    return OneListRun(float(ended), period, spans, tiles, float(moved))
+    return OneListRun(float(ended), period, spans, tiles, float(moved), float(dispatched))
 
 
 def row_bytes(hidden: int) -> int:

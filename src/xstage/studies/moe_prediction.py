@@ -73,12 +73,16 @@ def predict(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str,
     }  # fmt: skip
 
 
-def own_shares(row: Mapping[str, Any], platform: Platform, ranks: int) -> Plan | None:
-    """Both orders of a row's load, in a kernel in which every cluster has its own share of the tiles; None: no such share f."""
+def own_shares(row: Mapping[str, Any], platform: Platform, ranks: int, leads: Sequence[int] | None = None) -> Plan | None:
+    """Both orders of a row's load, in a kernel in which every cluster has its own share of the tiles; None: no such share f.
+
+    Args:
+        leads: values of D to choose from; None: the row's alone.
+    """
     if not (peers := _peers(row["share"], ranks)):
         return None
     work, there = at_scale(workload(row, ranks), platform, peers)
-    return plan(work, there, leads=[row["lead_rows"]], methods=["st_global"], slots=[work.slots], staging_ns=EPILOGUE_NS)
+    return plan(work, there, leads=leads or [row["lead_rows"]], methods=["st_global"], slots=[work.slots], staging_ns=EPILOGUE_NS)
 
 
 def spans(row: Mapping[str, Any], platform: Platform, ranks: int, **given: float) -> dict[str, dict[str, float]]:

@@ -272,7 +272,7 @@ def _measure(
         control = torch.where(slots != 0, places, 0)
         orders[order] = {}
         for which, given in zip(STORES, (slots, control), strict=True):
-            records = _recorded(pipeline, spans, (x, idx, weights), given, out)
+            records = recorded(pipeline, spans, (x, idx, weights), given, out)
             if which == "remote" and not all(timing.gather(torch.equal(out, wanted))):
                 raise XStageError(f"spans: {order} gave other bits with records than without")
             if any(timing.gather(records.dropped)):
@@ -295,7 +295,7 @@ def _measure(
     return row, kept
 
 
-def _recorded(
+def recorded(
     pipeline: KernelPipeline, spans: Spans, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], slots: torch.Tensor, out: torch.Tensor
 ) -> Records:
     """The last of a few whole calls, whose rows of results go to `slots`. Only its records are read."""

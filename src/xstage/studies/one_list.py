@@ -27,9 +27,10 @@ import torch
 from xstage.errors import XStageError
 from xstage.moe import routing
 from xstage.moe.auto_order import EPILOGUE_NS, NS_PER_K, PLATFORM
-from xstage.moe.shapes import shape
+from xstage.moe.shapes import MoEShape, shape
+from xstage.moe.work_table import WorkOrder
 from xstage.platform import Platform, load_platform
-from xstage.simulate.one_list import TileTimes, simulate_one_list
+from xstage.simulate.one_list import OneListRun, TileTimes, simulate_one_list
 from xstage.studies.moe_prediction import order_of, own_shares, spans
 from xstage.studies.result import SIMULATED, write_study
 
@@ -119,18 +120,29 @@ def with_capacity(platform: Platform, factor: float, *methods: str) -> Platform:
 
 def predict(row: Mapping[str, Any], counts: Sequence[int], ranks: int, platform: Platform, remote: bool = True) -> dict[str, float]:
     """Order → ns of the kernel, mean over ranks. counts: rows of all experts. remote: False for the control, all results local."""
-    m, mine = shape(row["shape"]), len(counts) // ranks
-    times = TileTimes(NS_PER_K * m.hidden, EPILOGUE_NS, NS_PER_K * m.intermediate, EPILOGUE_NS)
-    found = {}
-    for name in ORDERS:
-        order = order_of(name, m, platform)
-        found[name] = mean(
-            simulate_one_list(
-                counts[rank * mine : (rank + 1) * mine], row["share"], order, times, platform, remote=remote, rank=rank, ranks=ranks
-            ).time_ns
-            for rank in range(ranks)
-        )
-    return found
+    m = shape(row["shape"])
+    return {
+        name: mean(r.time_ns for r in kernel(m, counts, row["share"], order_of(name, m, platform), ranks, platform, remote=remote))
+        for name in ORDERS
+    }
+
+
+def kernel(
+    model: MoEShape, counts: Sequence[int], share: float, order: WorkOrder, ranks: int, platform: Platform,
+    line: tuple[float, float] = (EPILOGUE_NS, NS_PER_K), remote: bool = True,
+) -> list[OneListRun]:  # fmt: skip
+    """The kernel of a shape on every rank.
+
+    Args:
+        counts: rows of all experts. line: epilogue of a tile, and the time of its main loop per column of K, ns.
+        remote: False for the control.
+    """
+    mine, (epilogue_ns, ns_per_k) = len(counts) // ranks, line
+    times = TileTimes(ns_per_k * model.hidden, epilogue_ns, ns_per_k * model.intermediate, epilogue_ns)
+    return [
+        simulate_one_list(counts[rank * mine : (rank + 1) * mine], share, order, times, platform, remote=remote, rank=rank, ranks=ranks)
+        for rank in range(ranks)
+    ]
 
 
 def drawn(row: Mapping[str, Any], ranks: int) -> list[int]:
