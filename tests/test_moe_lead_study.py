@@ -24,7 +24,8 @@ from xstage.platform import load_platform
 from xstage.studies import moe_lead as study
 from xstage.studies import moe_lead_prediction as prediction
 from xstage.studies.moe_lead_table import moe_lead_table
-from xstage.studies.one_list import drawn, kernel
+from xstage.studies.moe_prediction import kernel
+from xstage.studies.one_list import drawn
 
 RESULTS = Path(__file__).parent.parent / "results"
 TINY = {"tokens": 256, "ranks": 2}

@@ -18,13 +18,14 @@ from xstage.bench import tables
 from xstage.bench.timing import ResultFile, Times
 from xstage.errors import UnsuitableMachine, XStageError
 from xstage.moe import routing
-from xstage.moe.auto_order import EPILOGUE_NS, NS_PER_K, auto_order, burst_ns
+from xstage.moe.auto_order import EPILOGUE_NS, MXFP4_EPILOGUE_NS, MXFP4_NS_PER_K, NS_PER_K, auto_order, burst_ns
 from xstage.moe.shapes import PAPER, shape
 from xstage.moe.work_table import WorkOrder
 from xstage.platform import load_platform
 from xstage.report import moe_charts
 from xstage.studies import moe_orders as study
 from xstage.studies import moe_prediction as prediction
+from xstage.studies import moe_w4a8, one_list
 from xstage.studies.paper import MOE84
 
 H200 = 139 << 30
@@ -256,10 +257,26 @@ def test_table_and_chart(tmp_path: Path) -> None:
     assert "| DiT-MoE, skewed, 8,192 | 0.25, 3.0 | needs 40 GiB | – | – | " in text
     assert text.count("\n| ") == 5 + 43
     assert "the rest is not measured" not in text
+    assert "\n\nW4A8: not measured.\n\n" in text
+    predicted(tmp_path)
+    text = tables.TABLES["moe-orders"](tmp_path)
+    assert "W4A8: not measured. Predicted by the simulator of the kernel: at f = 0.875 geometric mean" in text
     path.write_text(json.dumps({**content, "complete": False, "rows": rows[:2]}))
     assert "2 of 84 configurations: the rest is not measured yet." in tables.TABLES["moe-orders"](tmp_path)
     path.write_text(json.dumps({**content, "rows": [skipped]}))
     assert tables.TABLES["moe-orders"](tmp_path) == "Not measured yet."
+    path.write_text(json.dumps(content))
+    text = both_halves(tmp_path, settings)
+    assert "| interleaved over expert-wave | f = 0.875 | of it W8A8, 0.875 | of it W4A8, 0.875 | f = 0.5 |" in text
+    assert "| maximum | 2.000 | 1.690 | 2.000 | 2.000 | 1.710 | 2.000 | 1.62 |" in text
+    assert "| configurations | 83 | 41 | 42 | 84 | 42 | 42 | 84 |" in text
+    assert "W4A8, 2 H200s, whole layer, medians of 5 rounds, slowest rank; `results/h200x2/moe-w4a8.json`." in text
+    assert text.count("\n| ") == 5 + 43 + 43
+    path.unlink()
+    text = tables.TABLES["moe-orders"](tmp_path)
+    assert "W8A8: not measured." in text
+    assert "| maximum | 2.000 | 2.000 | 2.000 | 1.62 |" in text
+    (path.parent / "moe-w4a8.json").unlink()
     path.write_text(json.dumps(content))
     written = moe_charts.write_all(path.parent, tmp_path / "charts")
     assert [p.stem for p in written] == ["figure8-measured"]
@@ -270,6 +287,23 @@ def test_table_and_chart(tmp_path: Path) -> None:
     assert len(axis.patches) == 83
     heights = [p.get_y() + p.get_height() for p in sorted(axis.patches, key=lambda p: p.get_x())]
     assert np.allclose(heights, sorted(heights))
+
+
+def both_halves(folder: Path, settings: dict[str, Any]) -> str:
+    """The table beside a half of W4A8 in which interleaved is twice as fast."""
+    half = [row(study.Configuration(c.model, c.routing, c.tokens, c.share, "mxfp4"), wave=2e6) for c in ALL]
+    content = {"study": "moe", "complete": True, "settings": settings, "rows": half}
+    (folder / "h200x2" / "moe-w4a8.json").write_text(json.dumps(content))
+    return tables.TABLES["moe-orders"](folder)
+
+
+def predicted(folder: Path) -> None:
+    """The simulated half of W4A8, of few configurations."""
+    made = moe_w4a8.run(folder / "simulated", shapes=["DiT-MoE"], sizes=[256])
+    assert made == json.loads((folder / "simulated" / "moe_w4a8.json").read_text(encoding="utf-8"))
+    assert [(r["share"], r["routing"]) for r in made["outputs"]["rows"]] == [(f, name) for f in study.SHARES for name in study.ROUTINGS]
+    assert {r["precision"] for r in made["outputs"]["rows"]} == {"W4A8"}
+    assert made["headline"]["simulate.moe_w4a8.f78.geomean"]["value"] == made["outputs"]["by_share"]["0.875"]["geomean"]
 
 
 def drawn(model: str, family: str, tokens: int, share: float) -> dict[str, Any]:
@@ -317,6 +351,55 @@ def test_prediction_is_added_to_the_file(tmp_path: Path) -> None:
     for wrong in (path, tmp_path / "none.json"):
         with pytest.raises(XStageError, match="path: "):
             prediction.annotate(wrong)
+
+
+def test_w4a8_is_predicted_by_the_kernel_of_one_list(tmp_path: Path) -> None:
+    """Longer tiles hide more: with weights in MXFP4 the order gains less, and any share can be asked for."""
+    platform = load_platform("h200-nvlink4", samples=False)
+    row8 = drawn("Qwen3.5", "power", 2048, 0.875)
+    row4 = {**row8, "precision": "W4A8"}
+    four = prediction.predict(row4, platform, 2)
+    assert four is not None
+    assert "plan" not in four
+    m = shape("Qwen3.5")
+    eight = {
+        order: sum(r.time_ns for r in prediction.kernel(m, row8["counts"], 0.875, prediction.order_of(order, m, platform), 2, platform))
+        for order in study.ORDERS
+    }
+    assert 1 < four["speedup"] < eight["expert_wave"] / eight["interleaved"]
+    assert four["interleaved_ns"] > eight["interleaved"] / 2
+    assert prediction.predict({**row4, "share": 0.6}, platform, 2) is not None
+    path = tmp_path / "moe-w4a8.json"
+    path.write_text(json.dumps({"study": "moe", "settings": {"world": 2, "precision": "W4A8"}, "rows": [row4]}))
+    content = prediction.annotate(path)
+    assert content["prediction"]["ns_per_k"] == MXFP4_NS_PER_K
+    assert content["rows"][0]["predicted"] == four
+    assert all(key.startswith("w4a8.") for key in content["headline"])
+    assert "w4a8.moe84.predicted_speedup_error.max" in content["headline"]
+    assert "w4a8.moe.winner_worst_loss" in content["headline"]
+    assert "w4a8.moe.plan_worst_loss" not in content["headline"]
+
+
+def test_times_of_a_tile_in_mxfp4_are_those_of_the_grouped_gemms() -> None:
+    path = Path(__file__).parent.parent / "results" / "h200" / "w4a8-gemm.json"
+    points, loads = [], {}
+    for r in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+        if (r["tokens"], r["contender"]) != (8192, "ours_mxfp4") or r["layer"] == "both":
+            continue
+        m = shape(r["shape"])
+        if m.name not in loads:
+            loads[m.name] = one_list.drawn({"shape": m.name, "tokens": 8192, "share": 0.5}, 2)
+        counts = loads[m.name][: r["experts"]]
+        assert sum(counts) == r["rows"]  # the loads that were measured
+        n, k = {"linear1": (2 * m.intermediate, m.hidden), "linear2": (m.hidden, m.intermediate)}[r["layer"]]
+        tiles = sum(-(-count // 128) for count in counts) * n / 256
+        points.append((k, 1e3 * r["time_us"] * 132 / tiles))
+    k, ns = np.array(points).T
+    assert len(k) == 10
+    slope, rest = np.polyfit(k, ns, 1)
+    assert slope == pytest.approx(MXFP4_NS_PER_K, rel=1e-3)
+    assert rest == pytest.approx(MXFP4_EPILOGUE_NS, rel=1e-3)
+    assert np.abs((MXFP4_NS_PER_K * k + MXFP4_EPILOGUE_NS) / ns - 1).max() < 0.04
 
 
 def test_times_of_a_tile_are_those_of_the_grouped_gemms() -> None:

@@ -70,7 +70,7 @@ def test_table3_residuals_do_not_grow_and_waiting_would():
     assert all(r["inside_clock_band"] for rows in series.values() for r in rows if r["tokens"] > 8192)
 
 
-@pytest.mark.parametrize("name", ["table2", "moe84", "table3", "scale", "speed", "lead", "moe_lead", "timelines"])
+@pytest.mark.parametrize("name", ["table2", "moe84", "table3", "scale", "speed", "lead", "moe_lead", "moe_w4a8", "timelines"])
 def test_result_files_say_what_they_are(name):
     r = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     assert r["kind"] == "xstage-study"

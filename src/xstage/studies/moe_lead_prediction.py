@@ -28,8 +28,8 @@ from xstage.moe.shapes import shape
 from xstage.platform import Platform, check_writable, load_platform
 from xstage.studies import moe_lead
 from xstage.studies.moe_lead import SHAPES, SHARES, TOKENS, WAVE
-from xstage.studies.moe_prediction import own_shares
-from xstage.studies.one_list import drawn, kernel
+from xstage.studies.moe_prediction import kernel, own_shares
+from xstage.studies.one_list import drawn
 from xstage.studies.result import SIMULATED, write_study
 
 COMMAND, RANKS = "python -m xstage.studies.moe_lead_prediction", 2

@@ -145,6 +145,11 @@ def measured(rows: Sequence[Mapping[str, Any]], share: float | None = None) -> l
     return [r for r in rows if "derived" in r and share in (None, r["share"])]
 
 
+def of_precision(rows: Sequence[Mapping[str, Any]], key: str) -> str:
+    """A headline key, as rows of that precision write it: those of W4A8 say so."""
+    return key if rows[0].get("precision", "W8A8") == "W8A8" else f"w4a8.{key}"
+
+
 def headline(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """The paper's four figures over what was measured, per share, over serial, and how `auto` stands. Keys of W4A8 say so."""
     out: dict[str, dict[str, Any]] = {}
@@ -152,9 +157,7 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         return out
 
     def put(key: str, value: float, unit: str = "ratio") -> None:
-        out[named + key] = {"value": round(value, 4), "unit": unit}
-
-    named = "" if found[0].get("precision", "W8A8") == "W8A8" else "w4a8."
+        out[of_precision(found, key)] = {"value": round(value, 4), "unit": unit}
 
     def of(name: str, of_share: float | None = None) -> list[float]:
         return [r["derived"][name] for r in measured(rows, of_share)]

@@ -1,6 +1,6 @@
 """What the simulator says about the configurations of `moe_orders` and of `moe_spans`: added to the result file afterwards, on any machine.
 
-    python -m xstage.studies.moe_prediction results/h200x2/moe.json              # or moe-spans.json: stall of a Linear-2 tile
+    python -m xstage.studies.moe_prediction results/h200x2/moe.json      # or moe-w4a8.json, or moe-spans.json: stall of a Linear-2 tile
 
 `moe-spans.json` is of the kernel whose clusters take tiles from one list, and so is its simulator, `xstage.simulate.one_list`. Of a
 measured row it takes the load of every expert and the share f; of the row's control, in which all results are local, the times of a tile;
@@ -11,6 +11,9 @@ the load of every expert, the lead and the share f; of the platform file R, Q an
 `EPILOGUE_NS + NS_PER_K · K`: a line through the ten grouped GEMMs of results/h200/grouped-gemm.json (5 shapes, both layers, local
 stores, one GPU), which it meets within 4%. Nothing is fitted to a whole layer. A share f = 1 − 1/P is that of P ranks that all have this
 rank's work (`planner.at_scale`); other shares are not predicted.
+
+Rows of W4A8 (`moe-w4a8.json`) are of the kernel of one list, so `simulate_one_list` runs both orders of them, with the time of a tile with
+MXFP4 weights (`auto_order.MXFP4_NS_PER_K`), for any share f. The planner does not choose there.
 
 Two choices come out of it: `winner`, the order with the shorter predicted time, and `plan`, the planner's, which keeps expert-wave unless
 the gain exceeds the model's error. Both are for comparison with `auto`, which asks one bound (`xstage.moe.auto_order`) and nobody else.
@@ -29,16 +32,16 @@ from statistics import mean, median
 from typing import Any
 
 from xstage.errors import XStageError
-from xstage.moe.auto_order import EPILOGUE_NS, NS_PER_K, PLATFORM, auto_order
+from xstage.moe.auto_order import EPILOGUE_NS, MXFP4_EPILOGUE_NS, MXFP4_NS_PER_K, NS_PER_K, PLATFORM, auto_order
 from xstage.moe.shapes import MoEShape, shape
 from xstage.moe.work_table import TILE_COLUMNS, TILE_ROWS, WorkOrder
 from xstage.planner import Plan, at_scale, plan
 from xstage.platform import Platform, check_writable, load_platform
 from xstage.simulate import routing
 from xstage.simulate.mega_moe import MoEWorkload
-from xstage.simulate.one_list import TileTimes, simulate_one_list
+from xstage.simulate.one_list import OneListRun, TileTimes, simulate_one_list
 from xstage.studies import moe_spans
-from xstage.studies.moe_orders import WITHIN, chosen, derived, headline, measured
+from xstage.studies.moe_orders import ORDERS, WITHIN, chosen, derived, headline, measured, of_precision
 
 CHOICES = ("winner", "plan")
 
@@ -59,10 +62,14 @@ def workload(row: Mapping[str, Any], ranks: int) -> MoEWorkload:
 
 def predict(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str, Any] | None:
     """Predicted times of both orders, their ratio, and the choices with what they cost in the row's measured times; None: no such share."""
-    if not (found := own_shares(row, platform, ranks)):
-        return None
-    times = {c.order.replace("-", "_"): c.time_ns for c in found.candidates}
-    orders = {"winner": min(times, key=times.__getitem__), "plan": found.choice.order.replace("-", "_")}
+    if row["precision"] == "W4A8":
+        times = mxfp4_times(row, platform, ranks)
+        orders = {"winner": min(times, key=times.__getitem__)}
+    else:
+        if not (found := own_shares(row, platform, ranks)):
+            return None
+        times = {c.order.replace("-", "_"): c.time_ns for c in found.candidates}
+        orders = {"winner": min(times, key=times.__getitem__), "plan": found.choice.order.replace("-", "_")}
     ns = {name: t["slowest_ns"] for name, t in row["times"].items()}
     costs: dict[str, Any] = {}
     for name, order in orders.items():
@@ -71,6 +78,15 @@ def predict(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str,
         **{f"{name}_ns": round(time, 1) for name, time in times.items()},
         "speedup": round(times["expert_wave"] / times["interleaved"], 4), **orders, **costs,
     }  # fmt: skip
+
+
+def mxfp4_times(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str, float]:
+    """Order → ns of the kernel with MXFP4 weights, mean over ranks. row: `shape`, `share`, and `counts` of all experts."""
+    m, line = shape(row["shape"]), (MXFP4_EPILOGUE_NS, MXFP4_NS_PER_K)
+    return {
+        name: mean(run.time_ns for run in kernel(m, row["counts"], row["share"], order_of(name, m, platform), ranks, platform, line))
+        for name in ORDERS
+    }
 
 
 def own_shares(row: Mapping[str, Any], platform: Platform, ranks: int, leads: Sequence[int] | None = None) -> Plan | None:
@@ -116,6 +132,24 @@ def spans(row: Mapping[str, Any], platform: Platform, ranks: int, **given: float
     return found
 
 
+def kernel(
+    model: MoEShape, counts: Sequence[int], share: float, order: WorkOrder, ranks: int, platform: Platform,
+    line: tuple[float, float] = (EPILOGUE_NS, NS_PER_K), remote: bool = True,
+) -> list[OneListRun]:  # fmt: skip
+    """The kernel of a shape on every rank.
+
+    Args:
+        counts: rows of all experts. line: epilogue of a tile, and the time of its main loop per column of K, ns.
+        remote: False for the control.
+    """
+    mine, (epilogue_ns, ns_per_k) = len(counts) // ranks, line
+    times = TileTimes(ns_per_k * model.hidden, epilogue_ns, ns_per_k * model.intermediate, epilogue_ns)
+    return [
+        simulate_one_list(counts[rank * mine : (rank + 1) * mine], share, order, times, platform, remote=remote, rank=rank, ranks=ranks)
+        for rank in range(ranks)
+    ]
+
+
 def order_of(name: str, model: MoEShape, platform: Platform) -> WorkOrder:
     """The list's order in the kernel of a shape."""
     columns = (2 * model.intermediate // TILE_COLUMNS, model.hidden // TILE_COLUMNS)
@@ -142,9 +176,10 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     errors = [abs(r["predicted"]["speedup"] / r["derived"]["speedup"] - 1) for r in found]
     out = {"moe84.predicted_speedup_error.median": median(errors), "moe84.predicted_speedup_error.max": max(errors)}
     for name in CHOICES:
-        out[f"moe.{name}_within_2pct.share"] = sum(r["predicted"][f"{name}_over_best"] <= WITHIN for r in found) / len(found)
-        out[f"moe.{name}_worst_loss"] = max(r["predicted"][f"{name}_loss"] for r in found)
-    return {key: {"value": round(value, 4), "unit": "fraction"} for key, value in out.items()}
+        if all(name in r["predicted"] for r in found):
+            out[f"moe.{name}_within_2pct.share"] = sum(r["predicted"][f"{name}_over_best"] <= WITHIN for r in found) / len(found)
+            out[f"moe.{name}_worst_loss"] = max(r["predicted"][f"{name}_loss"] for r in found)
+    return {of_precision(found, key): {"value": round(value, 4), "unit": "fraction"} for key, value in out.items()}
 
 
 def annotate(path: str | Path, platform: str = PLATFORM) -> dict[str, Any]:
@@ -172,7 +207,9 @@ def annotate(path: str | Path, platform: str = PLATFORM) -> dict[str, Any]:
             row["predicted"] = tell(row, known, content["settings"]["world"])
     content["prediction"] = {"platform": platform}  # of spans: with the times of a tile that the control recorded
     if content["study"] == "moe":
-        content["prediction"] |= {"ns_per_k": NS_PER_K, "epilogue_ns": EPILOGUE_NS}
+        w4a8 = content["settings"].get("precision") == "W4A8"
+        epilogue_ns, ns_per_k = (MXFP4_EPILOGUE_NS, MXFP4_NS_PER_K) if w4a8 else (EPILOGUE_NS, NS_PER_K)
+        content["prediction"] |= {"ns_per_k": ns_per_k, "epilogue_ns": epilogue_ns}
         content["headline"] = headline(content["rows"]) | figures(content["rows"])
     else:
         content["headline"] = moe_spans.headline(content["rows"])

@@ -27,11 +27,10 @@ import torch
 from xstage.errors import XStageError
 from xstage.moe import routing
 from xstage.moe.auto_order import EPILOGUE_NS, NS_PER_K, PLATFORM
-from xstage.moe.shapes import MoEShape, shape
-from xstage.moe.work_table import WorkOrder
+from xstage.moe.shapes import shape
 from xstage.platform import Platform, load_platform
-from xstage.simulate.one_list import OneListRun, TileTimes, simulate_one_list
-from xstage.studies.moe_prediction import order_of, own_shares, spans
+from xstage.studies.moe_orders import ROUTINGS
+from xstage.studies.moe_prediction import kernel, order_of, own_shares, spans
 from xstage.studies.result import SIMULATED, write_study
 
 ORDERS = ("interleaved", "expert_wave")
@@ -127,29 +126,12 @@ def predict(row: Mapping[str, Any], counts: Sequence[int], ranks: int, platform:
     }
 
 
-def kernel(
-    model: MoEShape, counts: Sequence[int], share: float, order: WorkOrder, ranks: int, platform: Platform,
-    line: tuple[float, float] = (EPILOGUE_NS, NS_PER_K), remote: bool = True,
-) -> list[OneListRun]:  # fmt: skip
-    """The kernel of a shape on every rank.
-
-    Args:
-        counts: rows of all experts. line: epilogue of a tile, and the time of its main loop per column of K, ns.
-        remote: False for the control.
-    """
-    mine, (epilogue_ns, ns_per_k) = len(counts) // ranks, line
-    times = TileTimes(ns_per_k * model.hidden, epilogue_ns, ns_per_k * model.intermediate, epilogue_ns)
-    return [
-        simulate_one_list(counts[rank * mine : (rank + 1) * mine], share, order, times, platform, remote=remote, rank=rank, ranks=ranks)
-        for rank in range(ranks)
-    ]
-
-
 def drawn(row: Mapping[str, Any], ranks: int) -> list[int]:
-    """Rows of every expert from all ranks, as `moe_layer` draws them."""
+    """Rows of every expert from all ranks, as `moe_layer` draws them. row: `shape`, `tokens`, `share`; `routing` if it is not balanced."""
     m, total = shape(row["shape"]), torch.zeros(shape(row["shape"]).experts, dtype=torch.int32)
+    alpha = ROUTINGS[row.get("routing", "balanced")]
     for rank in range(ranks):
-        idx = routing.draw_remote(row["tokens"], m.experts, m.top_k, ranks=ranks, me=rank, share=row["share"])
+        idx = routing.draw_remote(row["tokens"], m.experts, m.top_k, ranks=ranks, me=rank, share=row["share"], alpha=alpha)
         total = total + routing.count(idx, m.experts)
     counts: list[int] = total.tolist()
     return counts
