@@ -21,10 +21,10 @@ from xstage.errors import UnsuitableMachine, XStageError
 from xstage.moe.shapes import SHAPES, shape
 from xstage.moe.work_table import LAYER_SHIFT, WorkOrder, work_list
 from xstage.platform import load_platform
+from xstage.simulate.layer import simulate_layer
 from xstage.studies import moe_lead as study
 from xstage.studies import moe_lead_prediction as prediction
 from xstage.studies.moe_lead_table import moe_lead_table
-from xstage.studies.moe_prediction import kernel
 from xstage.studies.one_list import drawn
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -270,7 +270,7 @@ def test_simulated_file_is_what_the_simulator_says() -> None:
     r = next(r for r in rows if r["shape"] == "Qwen3-30B" and r["share"] == 0.5)
     m, counts = shape("Qwen3-30B"), drawn(r, 2)
     for name in ("least", "default"):
-        runs = kernel(m, counts, r["share"], study.orders(m, r["tokens"], 2)[name], 2, platform)
+        runs = simulate_layer(m, counts, r["share"], study.orders(m, r["tokens"], 2)[name], 2, platform)
         assert r["predicted"]["time_ns"][name] == pytest.approx(sum(run.time_ns for run in runs) / 2, rel=1e-4)
         assert r["predicted"]["dispatch_ns"][name] == pytest.approx(sum(run.dispatch_ns for run in runs) / 2, rel=1e-4)
     for r in rows:  # Linear-2 asks later, so rows have the link sooner

@@ -23,6 +23,7 @@ from xstage.moe.shapes import PAPER, shape
 from xstage.moe.work_table import WorkOrder
 from xstage.platform import load_platform
 from xstage.report import moe_charts
+from xstage.simulate.layer import order_of, simulate_layer
 from xstage.studies import moe_orders as study
 from xstage.studies import moe_prediction as prediction
 from xstage.studies import moe_w4a8, one_list
@@ -363,7 +364,7 @@ def test_w4a8_is_predicted_by_the_kernel_of_one_list(tmp_path: Path) -> None:
     assert "plan" not in four
     m = shape("Qwen3.5")
     eight = {
-        order: sum(r.time_ns for r in prediction.kernel(m, row8["counts"], 0.875, prediction.order_of(order, m, platform), 2, platform))
+        order: sum(r.time_ns for r in simulate_layer(m, row8["counts"], 0.875, order_of(order, m, platform), 2, platform))
         for order in study.ORDERS
     }
     assert 1 < four["speedup"] < eight["expert_wave"] / eight["interleaved"]

@@ -76,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
     v = verb("plan", _plan, "Choose tile order, lead, store method, staging depth and tile for a MegaMoE layer.")
     _workload_arguments(v)
+    v.add_argument("--layer", action="store_true", help="for xstage.MegaMoE, the kernel that there is: which schedule and lead_rows")
     v.add_argument("--json", action="store_true")
 
     v = verb("report", _report, "Write one self-contained HTML page; calibrates first where GPUs with peer access are found.")
@@ -177,7 +178,9 @@ def _workload_arguments(v: argparse.ArgumentParser) -> None:
     v.add_argument("--alpha", type=float, default=1.0, help="exponent of the power law (default 1.0)")
     v.add_argument("--seed", type=int, default=0)
     v.add_argument("--weight-bits", type=int, choices=(4, 8), default=8)
-    v.add_argument("--platform", default="paper-8gpu", help="gallery name or file (default paper-8gpu, which the shapes' mainloops fit)")
+    v.add_argument(
+        "--platform", help="gallery name or file (default paper-8gpu, which the shapes' mainloops fit; with --layer h200-nvlink4)"
+    )
 
 
 def _workload(options: argparse.Namespace) -> Any:
@@ -196,7 +199,7 @@ def _simulate(options: argparse.Namespace) -> int:
 
     if options.trace:
         check_writable(options.trace, "trace")
-    workload, platform = _workload(options), load_platform(options.platform, samples=False)
+    workload, platform = _workload(options), load_platform(options.platform or "paper-8gpu", samples=False)
     run = simulate_moe(
         workload, platform, options.order, lead_rows=options.lead, remote=not options.local, trace=bool(options.trace)
     )  # fmt: skip
@@ -208,10 +211,20 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from xstage.planner import plan
+    from xstage.layer_plan import LayerPlan, plan_layer
+    from xstage.moe.shapes import shape
+    from xstage.planner import Plan, plan
     from xstage.platform import load_platform
+    from xstage.simulate import routing
 
-    chosen = plan(_workload(options), load_platform(options.platform, samples=False))
+    chosen: Plan | LayerPlan
+    if options.layer:
+        m = shape(options.shape)
+        load = routing.named(options.routing, options.tokens * options.ranks, m.experts, m.top_k, options.alpha, options.seed)
+        platform, weights = load_platform(options.platform or "h200-nvlink4", samples=False), {8: "fp8", 4: "mxfp4"}[options.weight_bits]
+        chosen = plan_layer(m, load.counts.tolist(), options.ranks, platform, weights=weights)
+    else:
+        chosen = plan(_workload(options), load_platform(options.platform or "paper-8gpu", samples=False))
     print(json.dumps(chosen.as_json(), indent=1) if options.json else "\n".join(chosen.describe()))
     return 0
 

@@ -103,6 +103,19 @@ def k_hot(tokens: int, experts: int, top_k: int, hot: int, seed: int = 0) -> Rou
     return Routing(f"k-hot hot={hot} seed={seed}", counts, top_k, tokens)
 
 
+def named(name: str, tokens: int, experts: int, top_k: int, alpha: float = 1.0, seed: int = 0) -> Routing:
+    """`balanced`, `power` (with `alpha` and `seed`), or the path of a JSON file with one count per expert.
+
+    Raises:
+        XStageError: sizes that do not fit each other, or no such file.
+    """
+    if name == "balanced":
+        return balanced(tokens, experts, top_k)
+    if name == "power":
+        return power(tokens, experts, top_k, alpha, seed)
+    return from_file(name, tokens, experts, top_k)
+
+
 def from_file(path: str | os.PathLike[str], tokens: int, experts: int, top_k: int) -> Routing:
     """Counts from a JSON file.
 

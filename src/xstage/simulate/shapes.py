@@ -71,12 +71,7 @@ def moe_workload(
     if tokens_per_rank < 1:
         raise XStageError(f"tokens_per_rank: {tokens_per_rank} must be at least 1")
     tokens = tokens_per_rank * ranks
-    if routing == "balanced":
-        load = routings.balanced(tokens, m.experts, m.top_k)
-    elif routing == "power":
-        load = routings.power(tokens, m.experts, m.top_k, alpha, seed)
-    else:
-        load = routings.from_file(routing, tokens, m.experts, m.top_k)
+    load = routings.named(routing, tokens, m.experts, m.top_k, alpha, seed)
     share = (TILE_M / CTAS + TILE_N * weight_bits / 8) / (TILE_M / CTAS + TILE_N)
     return MoEWorkload(
         name=m.name, hidden=m.hidden, intermediate=m.intermediate, experts=m.experts, top_k=m.top_k, tokens=tokens, ranks=ranks,

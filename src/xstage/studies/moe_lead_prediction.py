@@ -26,9 +26,10 @@ from xstage.errors import XStageError
 from xstage.moe.auto_order import EPILOGUE_NS, NS_PER_K, PLATFORM
 from xstage.moe.shapes import shape
 from xstage.platform import Platform, check_writable, load_platform
+from xstage.simulate.layer import simulate_layer
 from xstage.studies import moe_lead
 from xstage.studies.moe_lead import SHAPES, SHARES, TOKENS, WAVE
-from xstage.studies.moe_prediction import kernel, own_shares
+from xstage.studies.moe_prediction import own_shares
 from xstage.studies.one_list import drawn
 from xstage.studies.result import SIMULATED, write_study
 
@@ -46,7 +47,7 @@ def predict(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str,
     orders = moe_lead.orders(m, row["tokens"], ranks, platform.sms // 2)
     times, dispatch = {}, {}
     for name, order in orders.items():
-        runs = kernel(m, row["counts"], row["share"], order, ranks, platform)
+        runs = simulate_layer(m, row["counts"], row["share"], order, ranks, platform)
         times[name], dispatch[name] = (round(mean(ns), 1) for ns in ([r.time_ns for r in runs], [r.dispatch_ns for r in runs]))
     leads = {order.lead_rows: name for name, order in orders.items() if name != WAVE}
     plan = own_shares({**row, "routing": "balanced"}, platform, ranks, list(leads))

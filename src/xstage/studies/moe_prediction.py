@@ -33,13 +33,14 @@ from typing import Any
 
 from xstage.errors import XStageError
 from xstage.moe.auto_order import EPILOGUE_NS, MXFP4_EPILOGUE_NS, MXFP4_NS_PER_K, NS_PER_K, PLATFORM, auto_order
-from xstage.moe.shapes import MoEShape, shape
-from xstage.moe.work_table import TILE_COLUMNS, TILE_ROWS, WorkOrder
+from xstage.moe.shapes import shape
+from xstage.moe.work_table import TILE_COLUMNS, TILE_ROWS
 from xstage.planner import Plan, at_scale, plan
 from xstage.platform import Platform, check_writable, load_platform
 from xstage.simulate import routing
+from xstage.simulate.layer import order_of, simulate_layer
 from xstage.simulate.mega_moe import MoEWorkload
-from xstage.simulate.one_list import OneListRun, TileTimes, simulate_one_list
+from xstage.simulate.one_list import TileTimes, simulate_one_list
 from xstage.studies import moe_spans
 from xstage.studies.moe_orders import ORDERS, WITHIN, chosen, derived, headline, measured, of_precision
 
@@ -84,7 +85,9 @@ def mxfp4_times(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[
     """Order → ns of the kernel with MXFP4 weights, mean over ranks. row: `shape`, `share`, and `counts` of all experts."""
     m, line = shape(row["shape"]), (MXFP4_EPILOGUE_NS, MXFP4_NS_PER_K)
     return {
-        name: mean(run.time_ns for run in kernel(m, row["counts"], row["share"], order_of(name, m, platform), ranks, platform, line))
+        name: mean(
+            run.time_ns for run in simulate_layer(m, row["counts"], row["share"], order_of(name, m, platform), ranks, platform, line)
+        )
         for name in ORDERS
     }
 
@@ -130,30 +133,6 @@ def spans(row: Mapping[str, Any], platform: Platform, ranks: int, **given: float
         }  # fmt: skip
         found[name] = {key: round(ns / 1e3, 3) for key, ns in us.items()}
     return found
-
-
-def kernel(
-    model: MoEShape, counts: Sequence[int], share: float, order: WorkOrder, ranks: int, platform: Platform,
-    line: tuple[float, float] = (EPILOGUE_NS, NS_PER_K), remote: bool = True,
-) -> list[OneListRun]:  # fmt: skip
-    """The kernel of a shape on every rank.
-
-    Args:
-        counts: rows of all experts. line: epilogue of a tile, and the time of its main loop per column of K, ns.
-        remote: False for the control.
-    """
-    mine, (epilogue_ns, ns_per_k) = len(counts) // ranks, line
-    times = TileTimes(ns_per_k * model.hidden, epilogue_ns, ns_per_k * model.intermediate, epilogue_ns)
-    return [
-        simulate_one_list(counts[rank * mine : (rank + 1) * mine], share, order, times, platform, remote=remote, rank=rank, ranks=ranks)
-        for rank in range(ranks)
-    ]
-
-
-def order_of(name: str, model: MoEShape, platform: Platform) -> WorkOrder:
-    """The list's order in the kernel of a shape."""
-    columns = (2 * model.intermediate // TILE_COLUMNS, model.hidden // TILE_COLUMNS)
-    return WorkOrder.of(name, *columns, lead_rows=None, instances=platform.sms // 2)
 
 
 def control_times(ranks: Sequence[Mapping[str, Any]]) -> TileTimes:

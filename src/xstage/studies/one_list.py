@@ -29,8 +29,9 @@ from xstage.moe import routing
 from xstage.moe.auto_order import EPILOGUE_NS, NS_PER_K, PLATFORM
 from xstage.moe.shapes import shape
 from xstage.platform import Platform, load_platform
+from xstage.simulate.layer import order_of, simulate_layer
 from xstage.studies.moe_orders import ROUTINGS
-from xstage.studies.moe_prediction import kernel, order_of, own_shares, spans
+from xstage.studies.moe_prediction import own_shares, spans
 from xstage.studies.result import SIMULATED, write_study
 
 ORDERS = ("interleaved", "expert_wave")
@@ -121,7 +122,7 @@ def predict(row: Mapping[str, Any], counts: Sequence[int], ranks: int, platform:
     """Order → ns of the kernel, mean over ranks. counts: rows of all experts. remote: False for the control, all results local."""
     m = shape(row["shape"])
     return {
-        name: mean(r.time_ns for r in kernel(m, counts, row["share"], order_of(name, m, platform), ranks, platform, remote=remote))
+        name: mean(r.time_ns for r in simulate_layer(m, counts, row["share"], order_of(name, m, platform), ranks, platform, remote=remote))
         for name in ORDERS
     }
 
