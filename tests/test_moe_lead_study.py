@@ -18,6 +18,7 @@ from xstage import tile_order
 from xstage.bench import tables
 from xstage.bench.timing import ResultFile, Times
 from xstage.errors import UnsuitableMachine, XStageError
+from xstage.layer_plan import ERROR
 from xstage.moe.shapes import SHAPES, shape
 from xstage.moe.work_table import LAYER_SHIFT, WorkOrder, work_list
 from xstage.platform import load_platform
@@ -208,7 +209,6 @@ def test_derived_and_headline() -> None:
     assert study.derived(ns) == {"best": "2x", "default_loss": 0.25, "default_over_wave": 0.7}
     found = study.derived(ns, {"best": "least", "plan": study.WAVE})
     assert (found["predicted_best_loss"], found["plan_loss"]) == (0.5, 0.0)
-    assert "plan_loss" not in study.derived(ns, {"best": "2x", "plan": None})
     assert study.headline([]) == {}
     rows = [{"derived": found}, {"derived": study.derived(ns)}]
     assert list(study.headline(rows)) == ["moe_lead.default_loss.max"]  # not of some rows only
@@ -253,10 +253,11 @@ def test_prediction_is_added_to_the_file(tmp_path: Path) -> None:
     found = content["rows"][0]["predicted"]
     assert set(found["time_ns"]) == set(found["dispatch_ns"]) == set(orders)
     assert found["time_ns"][found["best"]] == min(ns for name, ns in found["time_ns"].items() if name != study.WAVE)
-    assert found["plan"] in orders
+    times = found["time_ns"]
+    assert times[found["plan"]] <= (1 + ERROR) * min(times.values()), "the planner loses no more than the model's error"
     assert content["headline"]["moe_lead.predicted_best_loss.max"]["value"] == 0
     odd = prediction.predict({**r, "share": 0.6}, load_platform("h200-nvlink4", samples=False), 2)
-    assert odd["plan"] is None
+    assert odd["plan"] in orders
     path.write_text(json.dumps({"study": "dit"}))
     for wrong in (path, tmp_path / "none.json"):
         with pytest.raises(XStageError, match="path: "):

@@ -10,7 +10,7 @@ Not covered: few tokens, what an order reads from memory, clocks, ranks of diffe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import Any
@@ -106,8 +106,14 @@ def plan_layer(
         found[schedule, order.lead] = Candidate(schedule, lead_rows, order.lead_rows, max(run.time_ns for run in there), stall)
     candidates = tuple(sorted(found.values(), key=lambda c: c.time_ns))
     auto = next(c for c in candidates if c.schedule == auto_order(model.intermediate, f) and c.lead_rows is None)
-    choice = candidates[0] if auto.time_ns > (1 + ERROR) * candidates[0].time_ns else auto
-    return LayerPlan(model.name, platform.name, f, auto, choice, candidates)
+    choice = taken({_said(c): c.time_ns for c in candidates}, _said(auto))
+    return LayerPlan(model.name, platform.name, f, auto, next(c for c in candidates if _said(c) == choice), candidates)
+
+
+def taken(times: Mapping[str, float], auto: str) -> str:
+    """The name of the shortest time, or `auto` where that gains no more than the model's error."""
+    fastest = min(times, key=times.__getitem__)
+    return fastest if times[auto] > (1 + ERROR) * times[fastest] else auto
 
 
 def _said(c: Candidate) -> str:

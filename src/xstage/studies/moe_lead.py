@@ -90,8 +90,7 @@ def derived(ns: Mapping[str, float], predicted: Mapping[str, Any] | None = None)
     }  # fmt: skip
     if predicted:
         answers["predicted_best_loss"] = round(leads[predicted["best"]] / leads[best] - 1, 4)
-        if predicted["plan"]:
-            answers["plan_loss"] = round(ns[predicted["plan"]] / min(ns.values()) - 1, 4)
+        answers["plan_loss"] = round(ns[predicted["plan"]] / min(ns.values()) - 1, 4)
     return answers
 
 

@@ -7,8 +7,8 @@ The simulator is that of the kernel, `xstage.simulate.one_list`: every lead of t
 draws. The time of a tile is the line `EPILOGUE_NS + NS_PER_K · K` through grouped GEMMs of one GPU (`auto_order`); all else comes from the
 platform file. Its best lead is the one of the shortest simulated kernel.
 
-The planner (`xstage.planner`) chooses among the same leads and expert-wave by its own simulator, in which every cluster has its own share
-of the tiles, and keeps expert-wave unless the gain exceeds that model's error. It needs f = 1 − 1/P (`moe_prediction.own_shares`).
+The planner's choice among them is that of `xstage.layer_plan`: `auto`'s order with the kernel's own lead, unless another's gain exceeds the
+model's error.
 
 Not covered: what a lead makes the kernel read from memory, clocks; counts, plan and sum over picks, which all orders have alike.
 """
@@ -23,13 +23,13 @@ from statistics import mean
 from typing import Any
 
 from xstage.errors import XStageError
-from xstage.moe.auto_order import EPILOGUE_NS, NS_PER_K, PLATFORM
+from xstage.layer_plan import taken
+from xstage.moe.auto_order import EPILOGUE_NS, NS_PER_K, PLATFORM, auto_order
 from xstage.moe.shapes import shape
 from xstage.platform import Platform, check_writable, load_platform
 from xstage.simulate.layer import simulate_layer
 from xstage.studies import moe_lead
 from xstage.studies.moe_lead import SHAPES, SHARES, TOKENS, WAVE
-from xstage.studies.moe_prediction import own_shares
 from xstage.studies.one_list import drawn
 from xstage.studies.result import SIMULATED, write_study
 
@@ -38,7 +38,7 @@ COMMAND, RANKS = "python -m xstage.studies.moe_lead_prediction", 2
 
 def predict(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str, Any]:
     """Of every order of `moe_lead.orders`, ns, mean over ranks: of the kernel (`time_ns`), and until the last row has come (`dispatch_ns`).
-    `best`: name of the lead with the shortest time. `plan`: name of what the planner chooses, None where it cannot be asked.
+    `best`: name of the lead with the shortest time. `plan`: name of what the planner chooses.
 
     Args:
         row: `shape`, `tokens`, `share`, and `counts` of all experts.
@@ -49,12 +49,9 @@ def predict(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str,
     for name, order in orders.items():
         runs = simulate_layer(m, row["counts"], row["share"], order, ranks, platform)
         times[name], dispatch[name] = (round(mean(ns), 1) for ns in ([r.time_ns for r in runs], [r.dispatch_ns for r in runs]))
-    leads = {order.lead_rows: name for name, order in orders.items() if name != WAVE}
-    plan = own_shares({**row, "routing": "balanced"}, platform, ranks, list(leads))
-    chosen = None
-    if plan is not None:
-        chosen = WAVE if plan.choice.lead_rows is None else leads[plan.choice.lead_rows]
-    return {"time_ns": times, "dispatch_ns": dispatch, "best": min(leads.values(), key=times.__getitem__), "plan": chosen}
+    auto = WAVE if auto_order(m.intermediate, row["share"]) == WAVE else "default"
+    best = min((name for name in orders if name != WAVE), key=times.__getitem__)
+    return {"time_ns": times, "dispatch_ns": dispatch, "best": best, "plan": taken(times, auto)}
 
 
 def run(out: Path | None = SIMULATED, tokens: int = TOKENS) -> dict[str, Any]:
