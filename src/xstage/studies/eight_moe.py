@@ -35,8 +35,8 @@ from xstage.moe.shapes import MoEShape, shape
 from xstage.moe.work_table import GROUP_UNITS, TILE_COLUMNS, TILE_ROWS
 from xstage.platform import Platform, load_platform
 from xstage.simulate.one_list import RESULT_BYTES, row_bytes
-from xstage.studies.one_list import ORDERS, drawn, layer_rows, predict, with_capacity
-from xstage.studies.result import SIMULATED, write_study
+from xstage.studies.one_list import ORDERS, drawn, predict, with_capacity
+from xstage.studies.result import SIMULATED, read_measured, write_study
 
 SHAPES, RANKS, TOKENS = ("Qwen3.5", "DSv4-Flash", "Hy3", "Qwen3-30B", "GLM-5.2"), (2, 4, 8), 8192
 COMMAND = "python -m xstage.studies.eight_moe results/h200x2/moe-layer.json"
@@ -50,7 +50,7 @@ def run(
     Raises:
         XStageError: no such file, or of another study.
     """
-    content, platform = layer_rows(path), load_platform(PLATFORM, samples=False)
+    content, platform = read_measured(path, "moe-layer"), load_platform(PLATFORM, samples=False)
     checked = [check(r, content["settings"]["world"], platform) for r in content["rows"]]
     rows = [predicted(name, number, tokens, platform) for name in shapes for number in ranks]
     capacity = [more_capacity(name, max(ranks), tokens, platform) for name in shapes]

@@ -22,7 +22,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from xstage.errors import XStageError
 from xstage.layer_plan import taken
 from xstage.moe.auto_order import EPILOGUE_NS, NS_PER_K, PLATFORM, auto_order
 from xstage.moe.shapes import shape
@@ -31,7 +30,7 @@ from xstage.simulate.layer import simulate_layer
 from xstage.studies import moe_lead
 from xstage.studies.moe_lead import SHAPES, SHARES, TOKENS, WAVE
 from xstage.studies.one_list import drawn
-from xstage.studies.result import SIMULATED, write_study
+from xstage.studies.result import SIMULATED, read_measured, write_study
 
 COMMAND, RANKS = "python -m xstage.studies.moe_lead_prediction", 2
 
@@ -80,12 +79,7 @@ def annotate(path: str | Path, platform: str = PLATFORM) -> dict[str, Any]:
         XStageError: no such file, or of another study.
     """
     path = Path(path)
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise XStageError(f"path: {path} cannot be read: {error}") from None
-    if content.get("study") != "moe-lead":
-        raise XStageError(f"path: {path} is a result of {content.get('study')!r}, not of 'moe-lead'")
+    content = read_measured(path, "moe-lead")
     known = load_platform(platform, samples=False)
     for row in content["rows"]:
         row["predicted"] = predict(row, known, content["settings"]["world"])

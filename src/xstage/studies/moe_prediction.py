@@ -31,7 +31,6 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from xstage.errors import XStageError
 from xstage.moe.auto_order import EPILOGUE_NS, MXFP4_EPILOGUE_NS, MXFP4_NS_PER_K, NS_PER_K, PLATFORM, auto_order
 from xstage.moe.shapes import shape
 from xstage.moe.work_table import TILE_COLUMNS, TILE_ROWS
@@ -43,6 +42,7 @@ from xstage.simulate.mega_moe import MoEWorkload
 from xstage.simulate.one_list import TileTimes, simulate_one_list
 from xstage.studies import moe_spans
 from xstage.studies.moe_orders import ORDERS, WITHIN, chosen, derived, headline, measured, of_precision
+from xstage.studies.result import read_measured
 
 CHOICES = ("winner", "plan")
 
@@ -168,12 +168,7 @@ def annotate(path: str | Path, platform: str = PLATFORM) -> dict[str, Any]:
         XStageError: no such file, or of another study.
     """
     path = Path(path)
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise XStageError(f"path: {path} cannot be read: {error}") from None
-    if content.get("study") not in ("moe", "moe-spans"):
-        raise XStageError(f"path: {path} is a result of {content.get('study')!r}, not of 'moe' or 'moe-spans'")
+    content = read_measured(path, "moe", "moe-spans")
     known = load_platform(platform, samples=False)
     tell = predict if content["study"] == "moe" else spans
     for row in content["rows"]:

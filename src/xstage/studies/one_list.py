@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from xstage.errors import XStageError
 from xstage.moe import routing
 from xstage.moe.auto_order import EPILOGUE_NS, NS_PER_K, PLATFORM
 from xstage.moe.shapes import shape
@@ -32,7 +31,7 @@ from xstage.platform import Platform, load_platform
 from xstage.simulate.layer import order_of, simulate_layer
 from xstage.studies.moe_orders import ROUTINGS
 from xstage.studies.moe_prediction import own_shares, spans
-from xstage.studies.result import SIMULATED, write_study
+from xstage.studies.result import SIMULATED, read_measured, write_study
 
 ORDERS = ("interleaved", "expert_wave")
 COMMAND = "python -m xstage.studies.one_list results/h200x2/moe-layer.json"
@@ -44,7 +43,7 @@ def run(measured: Path, out: Path | None = SIMULATED) -> dict[str, Any]:
     Raises:
         XStageError: no such file, or of another study.
     """
-    content = layer_rows(measured)
+    content = read_measured(measured, "moe-layer")
     platform, ranks = load_platform(PLATFORM, samples=False), content["settings"]["world"]
     rows = []
     for r in content["rows"]:
@@ -72,21 +71,6 @@ def run(measured: Path, out: Path | None = SIMULATED) -> dict[str, Any]:
         out, "one_list", COMMAND, platform, inputs, {"rows": rows, "variants": changed}, {}, answers,
         {f"simulate.one_list_speedup_error.{name}": (value, "fraction") for name, value in figures.items()}, [],
     )  # fmt: skip
-
-
-def layer_rows(path: Path) -> dict[str, Any]:
-    """Content of a result of `moe_layer`.
-
-    Raises:
-        XStageError: no such file, or of another study.
-    """
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise XStageError(f"path: {path} cannot be read: {error}") from None
-    if content.get("study") != "moe-layer":
-        raise XStageError(f"path: {path} is a result of {content.get('study')!r}, not of 'moe-layer'")
-    return content
 
 
 def variants(content: Mapping[str, Any], platform: Platform) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Result files of studies: one JSON object with inputs, outputs, the paper's numbers, errors, command, version and headline figures."""
+"""Result files of studies: simulated ones are written (inputs, outputs, the paper's numbers, errors, headline), measured ones read."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from xstage import __version__
+from xstage.errors import XStageError
 from xstage.platform import Platform, check_writable
 
 SIMULATED = Path("results/simulated")
@@ -57,6 +58,21 @@ def write_study(
         check_writable(target)
         target.write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return plain
+
+
+def read_measured(path: Path, *studies: str) -> dict[str, Any]:
+    """Content of a result file of one of `studies`, as `bench.timing.ResultFile` writes them.
+
+    Raises:
+        XStageError: no such file, or of another study.
+    """
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise XStageError(f"path: {path} cannot be read: {error}") from None
+    if content.get("study") not in studies:
+        raise XStageError(f"path: {path} is a result of {content.get('study')!r}, not of {' or '.join(map(repr, studies))}")
+    return content
 
 
 def _plain(value: Any) -> Any:
