@@ -27,6 +27,7 @@ import re
 import struct
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,17 @@ def _divide_up(a: int, b: int) -> int:
     quotient = x / y
     # Exact: a product of two float32 fits into a float64.
     return _bits(np.nextafter(quotient, np.float32(np.inf)) if float(quotient) * float(y) < float(x) else quotient)
+
+
+def _multiply_add(a: int, b: int, c: int) -> int:
+    """a · b + c, rounded once, to nearest even."""
+    x, y, z = (float(_float(bits)) for bits in (a, b, c))
+    near = np.float32(x * y + z)  # right but for a second rounding, and the sign of a zero is
+    exact = Fraction(x) * Fraction(y) + Fraction(z)
+    if not exact:
+        return _bits(near)
+    around = (near, np.nextafter(near, np.float32(np.inf)), np.nextafter(near, np.float32(-np.inf)))
+    return min((_bits(n) for n in around), key=lambda bits: (abs(Fraction(float(_float(bits))) - exact), bits & 1))
 
 
 def _divide(a: int, b: int) -> int:
@@ -222,6 +234,14 @@ def _action(words: list[str], arguments: list[str]) -> str:
             value = f"{a} // {b}"
         case ["div", "rn", "f32"]:
             value = f"_bits(_float({a}) / _float({b}))"
+        case ["rcp", "rn", "f32"]:
+            value = f"_bits(1 / _float({a}))"
+        case ["mul", "rn", "f32"]:
+            value = f"_bits(_float({a}) * _float({b}))"
+        case ["fma", "rn", "f32"]:
+            value = f"_multiply_add({a}, {b}, {c})"
+        case ["neg", "f32"]:
+            value = f"{a} ^ 0x80000000"
         case ["div", "rp", "f32"]:
             value = f"_divide_up({a}, {b})"
         case ["div", "s32" | "s64"]:
@@ -254,6 +274,8 @@ def _action(words: list[str], arguments: list[str]) -> str:
             value = f"({b} << {int(c) % 32} | {a} >> {32 - int(c) % 32}) & {mask}"
         case ["add" | "sub" | "and" | "or" | "xor", _] if what[0] != "f":
             value = f"({a} {_OPERATORS[kind]} {b}) & {mask}"
+        case ["max", "u16x2"]:
+            value = f"max({a} & 0xFFFF, {b} & 0xFFFF) | max({a} >> 16, {b} >> 16) << 16"
         case ["min" | "max", _] if what[0] in "us":
             value = f"{kind}({sa}, {sb}) & {mask}"
         case ["min" | "max", "relu", "s32"]:

@@ -98,7 +98,7 @@ class Rank:
         self.weights = torch.rand(tokens, case.top_k, generator=generator)
         x = (torch.randn(tokens, case.hidden, generator=generator) * torch.exp(9 * torch.randn(tokens, 1, generator=generator))).bfloat16()
         if tokens > 3:
-            x[1, 5], x[1, 300], x[2], x[3, 128:256] = float("inf"), float("nan"), 0, 1e-40
+            x[1, 5], x[1, 300], x[2], x[2, ::3], x[3, 128:256] = float("inf"), float("nan"), 0, -0.0, 1e-40
         self.x, self.x_scales = quantize.quantize_activations(x)
         self.given = Array.of(memory, self.x if case.quantized else x)
         self.given_scales = Array.of(memory, self.x_scales) if case.quantized else None

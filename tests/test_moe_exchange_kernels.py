@@ -89,9 +89,9 @@ def test_a_row_is_read_once_and_stored_by_16_bytes_to_every_pick(layout: BufferL
     assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 1 + layout.top_k + scales  # source, row, scales
     assert not re.search(r"st\.global\.(?!v4)", ptx)
     assert len(re.findall(r"ld\.global\.L1::no_allocate\.v4", ptx)) == 2
-    assert ptx.count("div.rn.f32") == 16
-    assert ptx.count("div.rp.f32") == 1
-    assert ptx.count("cvt.rn.satfinite.e4m3x2.f32") == 8
+    # Numbers that are not finite or are tiny by divisions, others by the reciprocal of the scale.
+    assert (ptx.count("div.rn.f32"), ptx.count("rcp.rn.f32"), ptx.count("fma.rn.f32")) == (16, 1, 16 * 4)
+    assert ptx.count("cvt.rn.satfinite.e4m3x2.f32") == 8 + 8
 
 
 @needs_compiler
@@ -99,8 +99,9 @@ def test_a_row_is_read_once_and_stored_by_16_bytes_to_every_pick(layout: BufferL
 def test_rows_are_quantised_beside_the_plan_by_16_bytes(which: str) -> None:
     ptx = code(f"quantizing-{which}")["ptx"]
     rows = ptx[ptx.index("ld.global.L1::no_allocate.v4") :]
-    assert len(re.findall(r"ld\.global\.L1::no_allocate\.v4", ptx)) == 2
-    assert rows.count("cvt.rn.satfinite.e4m3x2.f32") == ptx.count("cvt.rn.satfinite.e4m3x2.f32") == 8
+    together = 2 if which == "qwen35" else 1
+    assert len(re.findall(r"ld\.global\.L1::no_allocate\.v4", ptx)) == 2 * together
+    assert rows.count("cvt.rn.satfinite.e4m3x2.f32") == ptx.count("cvt.rn.satfinite.e4m3x2.f32") == (8 + 8) * together
     assert "cvt.rn.satfinite" not in code(f"plan-{which}")["ptx"]
 
 

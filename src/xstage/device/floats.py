@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-INFINITY = 0x7F800000
+INFINITY, BF16_INFINITY = 0x7F800000, 0x7F80
 _NAN = 0x7FFFFFFF
 _UPPER_HALF = -0x10000  # 0xFFFF0000
 _SMALLEST_SCALE = 0x00800000  # 2⁻¹²⁶
@@ -67,3 +67,35 @@ def e4m3x4(values: Sequence[Int32], scale: Int32) -> Int32:
         write_only_types=[Int32],
         read_only_args=[*values, scale],
     )
+
+
+def largest_bf16(words: Sequence[Int32]) -> Int32:
+    """Bits of the largest magnitude of bfloat16 pairs; NaN are larger than infinities, and these than all else."""
+    pairs = [word & 0x7FFF7FFF for word in words]
+    largest = pairs[0]
+    for pair in pairs[1:]:
+        largest = cute.arch.inline_ptx("max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[largest, pair])
+    return cutlass.max(largest & 0xFFFF, largest >> 16)
+
+
+def reciprocal(value: Int32) -> Int32:
+    """1 ÷ value, rounded to nearest; both as bits of float32."""
+    return cute.arch.inline_ptx(
+        "{\n.reg .f32 x;\nmov.b32 x, {$r0};\nrcp.rn.f32 x, x;\nmov.b32 {$w0}, x;\n}", write_only_types=[Int32], read_only_args=[value]
+    )
+
+
+def e4m3x4_by(values: Sequence[Int32], scale: Int32, inverse: Int32) -> Int32:
+    """`e4m3x4` of finite values, given `reciprocal(scale)`: the same bits where scale ≥ 2⁻⁹², or all values are zeros.
+
+    A quotient within one unit of its last place, and the reciprocal rounded to nearest: then one more step, with an exact remainder, gives
+    the quotient rounded to nearest (Markstein, IBM J. Res. Dev. 34, 1990). The first step makes it so near. A remainder is exact where no
+    bit of it lies below 2⁻¹⁴⁹: quotients of less than 2⁻¹¹ become zero anyway, and for others scale · 2⁻¹¹ · 2⁻⁴⁶ does not.
+    """
+    lines = ["{\n.reg .f32 a<4>, m, r, s, i;\n.reg .b16 low, high;\n", "mov.b32 s, {$r4};\nmov.b32 i, {$r5};\n"]
+    for n in range(4):
+        lines.append(f"mov.b32 a{n}, {{$r{n}}};\nneg.f32 m, a{n};\nmul.rn.f32 a{n}, a{n}, i;\n")
+        # The remainder with its sign turned: so zeros keep theirs.
+        lines.append(2 * f"fma.rn.f32 r, s, a{n}, m;\nneg.f32 r, r;\nfma.rn.f32 a{n}, r, i, a{n};\n")
+    lines.append("cvt.rn.satfinite.e4m3x2.f32 low, a1, a0;\ncvt.rn.satfinite.e4m3x2.f32 high, a3, a2;\nmov.b32 {$w0}, {low, high};\n}")
+    return cute.arch.inline_ptx("".join(lines), write_only_types=[Int32], read_only_args=[*values, scale, inverse])
