@@ -56,7 +56,7 @@ def test_auto_is_left_for_more_than_the_error_only(gain: float, kept: bool, plat
 
     own = order_of("interleaved", SMALL, platform)
     monkeypatch.setattr(layer_plan, "simulate_layer", simulated)
-    monkeypatch.setattr(layer_plan, "auto_order", lambda intermediate, share: "interleaved")
+    monkeypatch.setattr(layer_plan, "auto_order", lambda *_: "interleaved")
     plan = plan_layer(SMALL, counts(SMALL, 1024), 2, platform)
     assert (plan.choice == plan.auto) == kept
     said = plan.describe()

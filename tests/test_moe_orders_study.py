@@ -221,12 +221,13 @@ def test_derived_answers() -> None:
     assert study.derived({**ns, "expert_wave": 1.2e6}, "expert_wave")["auto_over_best"] == 1.2
 
 
-def test_auto_is_the_rate_bound() -> None:
+def test_auto_asks_the_rate_bound_where_rows_are_few() -> None:
     """Half of a 64 KiB tile of 132 SMs drains in 11.6 µs; a Linear-2 tile of K = 1,650 takes as long."""
     assert burst_ns(0.5) == pytest.approx(11.6e3, rel=0.01)
-    assert [auto_order(k, 0.5) for k in (768, 1536, 2048)] == ["interleaved", "interleaved", "expert_wave"]
-    assert [auto_order(k, 0.875) for k in (2048, 3072)] == ["interleaved", "expert_wave"]
-    assert auto_order(128, 0.0) == "expert_wave"  # nothing leaves
+    assert [auto_order(k, 0.5, 128) for k in (768, 1536, 2048)] == ["interleaved", "interleaved", "expert_wave"]
+    assert [auto_order(k, 0.875, 128) for k in (2048, 3072)] == ["interleaved", "expert_wave"]
+    assert auto_order(128, 0.0, 1) == "expert_wave"  # nothing leaves
+    assert auto_order(3072, 0.5, 129) == "interleaved"
 
 
 def test_headline() -> None:
@@ -320,19 +321,11 @@ def drawn(model: str, family: str, tokens: int, share: float) -> dict[str, Any]:
 def test_prediction_takes_the_rows_load_and_share() -> None:
     platform = load_platform("h200-nvlink4", samples=False)
     half, seven = (drawn("DiT-MoE", "power", 1024, share) for share in (0.5, 0.875))
-    work = prediction.workload(half, 2)
-    assert work.load.counts.sum() == 2 * 1024 * 4
-    assert (work.pairs1, work.pairs2) == (5, 10)
     less, more = (prediction.predict(r, platform, 2) for r in (half, seven))
-    assert less is not None
-    assert more is not None
     assert more["expert_wave_ns"] > less["expert_wave_ns"]  # more bytes on the same link
     assert less["speedup"] == round(less["expert_wave_ns"] / less["interleaved_ns"], 4)
     assert less["winner"] in study.ORDERS
     assert less["plan"] in study.ORDERS
-    assert prediction.predict({**half, "share": 0.6}, platform, 2) is None
-    assert prediction.predict({**half, "share": 1.0}, platform, 2) is None
-    assert prediction.predict({**half, "share": 2 / 3}, platform, 2) is None
 
 
 def test_prediction_is_added_to_the_file(tmp_path: Path) -> None:
@@ -360,8 +353,7 @@ def test_w4a8_is_predicted_by_the_kernel_of_one_list(tmp_path: Path) -> None:
     row8 = drawn("Qwen3.5", "power", 2048, 0.875)
     row4 = {**row8, "precision": "W4A8"}
     four = prediction.predict(row4, platform, 2)
-    assert four is not None
-    assert "plan" not in four
+    assert four["plan"] in study.ORDERS
     m = shape("Qwen3.5")
     eight = {
         order: sum(r.time_ns for r in simulate_layer(m, row8["counts"], 0.875, order_of(order, m, platform), 2, platform))
@@ -369,7 +361,6 @@ def test_w4a8_is_predicted_by_the_kernel_of_one_list(tmp_path: Path) -> None:
     }
     assert 1 < four["speedup"] < eight["expert_wave"] / eight["interleaved"]
     assert four["interleaved_ns"] > eight["interleaved"] / 2
-    assert prediction.predict({**row4, "share": 0.6}, platform, 2) is not None
     path = tmp_path / "moe-w4a8.json"
     path.write_text(json.dumps({"study": "moe", "settings": {"world": 2, "precision": "W4A8"}, "rows": [row4]}))
     content = prediction.annotate(path)
@@ -378,7 +369,7 @@ def test_w4a8_is_predicted_by_the_kernel_of_one_list(tmp_path: Path) -> None:
     assert all(key.startswith("w4a8.") for key in content["headline"])
     assert "w4a8.moe84.predicted_speedup_error.max" in content["headline"]
     assert "w4a8.moe.winner_worst_loss" in content["headline"]
-    assert "w4a8.moe.plan_worst_loss" not in content["headline"]
+    assert "w4a8.moe.plan_worst_loss" in content["headline"]
 
 
 def test_times_of_a_tile_in_mxfp4_are_those_of_the_grouped_gemms() -> None:

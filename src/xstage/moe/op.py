@@ -39,7 +39,7 @@ from xstage.errors import PeerTimeout, UnsuitableMachine, XStageError
 from xstage.moe import arguments, quantize, reference, routing
 from xstage.moe.auto_order import auto_order
 from xstage.moe.layout import BufferLayout
-from xstage.moe.pipeline import KernelPipeline, TorchPipeline
+from xstage.moe.pipeline import KernelPipeline, TorchPipeline, rows_of_an_expert
 from xstage.moe.weights import Weights
 from xstage.moe.weights_mxfp4 import Mxfp4Weights
 from xstage.moe.work_table import TILE_COLUMNS, WorkOrder
@@ -128,7 +128,9 @@ class MegaMoE:
         )  # fmt: skip
         self.intermediate, self.clamp, self.weight_format = intermediate, clamp, weight_format
         self.lead_rows = lead_rows
-        self.schedule = auto_order(intermediate, 1 - 1 / self.world) if schedule == "auto" else schedule
+        self.schedule = schedule
+        if schedule == "auto":
+            self.schedule = auto_order(intermediate, 1 - 1 / self.world, rows_of_an_expert(max_tokens_per_rank, self.layout))
         here = self.layout.experts_per_rank
         self.experts = slice(self.rank * here, (self.rank + 1) * here)
         self.reason, self._closed, self._met = "", False, False

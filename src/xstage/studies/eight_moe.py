@@ -92,7 +92,8 @@ def predicted(name: str, ranks: int, tokens: int, platform: Platform) -> dict[st
     return row | found | {
         "two_gemms_ns": tiles[0] * tile_ns(m.hidden) + tiles[1] * tile_ns(m.intermediate),
         "bytes_over_rate_ns": rows_ns + results_ns, "in_step_ns": rows_ns + busiest * results_ns, "busiest_receiver": busiest,
-        "auto": auto_order(m.intermediate, share), "faster": min(ORDERS, key=lambda order: found[order]["time_ns"]),
+        "auto": auto_order(m.intermediate, share, m.rows_of_an_expert(tokens, ranks)),
+        "faster": min(ORDERS, key=lambda order: found[order]["time_ns"]),
     }  # fmt: skip
 
 

@@ -459,11 +459,12 @@ def _row(
     most = max(ranks[1] for ranks in everyone)
     flops = (4.0 * most * model.hidden * model.intermediate, 2.0 * most * model.hidden * model.intermediate)
     rate = None if platform is None else float(platform.method("st_global").drain_rate(platform.sms))
+    auto = auto_order(model.intermediate, share, model.rows_of_an_expert(len(layer.x), world))
     return {
         "shape": model.name, "hidden": model.hidden, "intermediate": model.intermediate, "experts": model.experts, "top_k": model.top_k,
         "tokens": len(layer.x), "share": share, "rows": [ranks[1] for ranks in everyone], "remote_pairs": remote, "sent_bytes": bytes_sent,
         "object_bytes": moe.size_bytes.total, "agreement": {k: round(v, 5) for k, v in agreement.items()},
-        "derived": derived(times, bytes_sent, rate, flops, auto_order(model.intermediate, share)),
+        "derived": derived(times, bytes_sent, rate, flops, auto),
         "groups": {group: {name: t.to_json() for name, t in measured.items()} for group, measured in times.items()},
     }  # fmt: skip
 

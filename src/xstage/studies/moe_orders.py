@@ -300,6 +300,7 @@ def _measure(
     moe: MegaMoE, pipelines: Mapping[str, KernelPipeline], x: torch.Tensor, weights: torch.Tensor, c: Configuration, *, rounds: int,
     pause_s: float,
 ) -> dict[str, Any]:  # fmt: skip
+    most = c.model.rows_of_an_expert(len(x), moe.world)
     model, x, weights = c.model, x[: c.tokens], weights[: c.tokens]
     idx = routing.draw_remote(
         c.tokens, model.experts, model.top_k, ranks=moe.world, me=moe.rank, share=c.share, alpha=ROUTINGS[c.routing], device=moe.device
@@ -326,7 +327,8 @@ def _measure(
     order = pipelines["interleaved"].exchange.order
     assert order is not None
     ns = {name: t.slowest_ns for name, t in times.items()}
+    auto = auto_order(model.intermediate, c.share, most)
     return {
         "gini": round(load.gini, 4), "max_over_mean": round(load.max_over_mean, 3), "lead_rows": order.lead_rows, "counts": counts,
-        "derived": derived(ns, auto_order(model.intermediate, c.share)), "times": {name: t.to_json() for name, t in times.items()},
+        "derived": derived(ns, auto), "times": {name: t.to_json() for name, t in times.items()},
     }  # fmt: skip

@@ -6,20 +6,12 @@
 measured row it takes the load of every expert and the share f; of the row's control, in which all results are local, the times of a tile;
 of the platform file all else. Nothing that was recorded with remote results goes in.
 
-`moe.json` was measured while every cluster had its own share of the tiles, which is what `xstage.simulate.engine` runs. Of a row it takes
-the load of every expert, the lead and the share f; of the platform file R, Q and T_iss⁰; and the time of a tile alone,
-`EPILOGUE_NS + NS_PER_K · K`: a line through the ten grouped GEMMs of results/h200/grouped-gemm.json (5 shapes, both layers, local
-stores, one GPU), which it meets within 4%. Nothing is fitted to a whole layer. A share f = 1 − 1/P is that of P ranks that all have this
-rank's work (`planner.at_scale`); other shares are not predicted.
+The same simulator runs both orders of a row of `moe.json` and `moe-w4a8.json`. Of a row it takes the load of every expert and the share
+f; of the platform file R, Q and T_iss⁰; and the time of a tile alone, a line through ten grouped GEMMs of one GPU for either format of
+weights (`auto_order`). Nothing is fitted to a whole layer, whose other kernels, which are the same in both orders, are left out.
 
-Rows of W4A8 (`moe-w4a8.json`) are of the kernel of one list, so `simulate_one_list` runs both orders of them, with the time of a tile with
-MXFP4 weights (`auto_order.MXFP4_NS_PER_K`), for any share f. The planner does not choose there.
-
-Two choices come out of it: `winner`, the order with the shorter predicted time, and `plan`, the planner's, which keeps expert-wave unless
-the gain exceeds the model's error. Both are for comparison with `auto`, which asks one bound (`xstage.moe.auto_order`) and nobody else.
-
-Simplified for `moe.json`: waves are whole experts (the kernel's are whole groups of row tiles), rows of the two CTAs of a cluster share
-columns instead of weights, the locality term is the one fitted to the paper's GPU, and the sum over picks is left out of both orders.
+Two choices come out of it: `winner`, the order with the shorter predicted time, and `plan`, the planner's (`layer_plan.taken`), which
+leaves `auto`'s order only for a gain beyond the model's error. Both are for comparison with `auto`, which simulates nothing.
 """
 
 from __future__ import annotations
@@ -31,46 +23,24 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from xstage.moe.auto_order import EPILOGUE_NS, MXFP4_EPILOGUE_NS, MXFP4_NS_PER_K, NS_PER_K, PLATFORM, auto_order
+from xstage.layer_plan import LINES, taken
+from xstage.moe.auto_order import PLATFORM, auto_order
 from xstage.moe.shapes import shape
-from xstage.moe.work_table import TILE_COLUMNS, TILE_ROWS
-from xstage.planner import Plan, at_scale, plan
 from xstage.platform import Platform, check_writable, load_platform
-from xstage.simulate import routing
 from xstage.simulate.layer import order_of, simulate_layer
-from xstage.simulate.mega_moe import MoEWorkload
 from xstage.simulate.one_list import TileTimes, simulate_one_list
 from xstage.studies import moe_spans
-from xstage.studies.moe_orders import ORDERS, WITHIN, chosen, derived, headline, measured, of_precision
+from xstage.studies.moe_orders import ORDERS, PRECISIONS, WITHIN, chosen, derived, headline, measured, of_precision
 from xstage.studies.result import read_measured
 
 CHOICES = ("winner", "plan")
+FORMATS = {precision: weights for weights, precision in PRECISIONS.items()}
 
 
-def workload(row: Mapping[str, Any], ranks: int) -> MoEWorkload:
-    """The kernel of this package on a row's load.
-
-    Raises:
-        XStageError: counts that do not fit the shape.
-    """
-    m = shape(row["shape"])
-    load = routing.from_counts(row["counts"], row["tokens"] * ranks, m.top_k, m.experts, row["routing"])
-    return MoEWorkload(
-        m.name, m.hidden, m.intermediate, m.experts, m.top_k, row["tokens"] * ranks, NS_PER_K * m.hidden, NS_PER_K * m.intermediate,
-        ranks=ranks, tile_m=TILE_ROWS, tile_n=TILE_COLUMNS, ctas=2, routing=load, roles="registers", synthetic=m.synthetic, dispatch="push",
-    )  # fmt: skip
-
-
-def predict(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str, Any] | None:
-    """Predicted times of both orders, their ratio, and the choices with what they cost in the row's measured times; None: no such share."""
-    if row["precision"] == "W4A8":
-        times = mxfp4_times(row, platform, ranks)
-        orders = {"winner": min(times, key=times.__getitem__)}
-    else:
-        if not (found := own_shares(row, platform, ranks)):
-            return None
-        times = {c.order.replace("-", "_"): c.time_ns for c in found.candidates}
-        orders = {"winner": min(times, key=times.__getitem__), "plan": found.choice.order.replace("-", "_")}
+def predict(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str, Any]:
+    """Predicted times of both orders, their ratio, and the choices with what they cost in the row's measured times."""
+    times = order_times(row, platform, ranks)
+    orders = {"winner": min(times, key=times.__getitem__), "plan": taken(times, row["derived"]["auto"])}
     ns = {name: t["slowest_ns"] for name, t in row["times"].items()}
     costs: dict[str, Any] = {}
     for name, order in orders.items():
@@ -81,27 +51,15 @@ def predict(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str,
     }  # fmt: skip
 
 
-def mxfp4_times(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str, float]:
-    """Order → ns of the kernel with MXFP4 weights, mean over ranks. row: `shape`, `share`, and `counts` of all experts."""
-    m, line = shape(row["shape"]), (MXFP4_EPILOGUE_NS, MXFP4_NS_PER_K)
+def order_times(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str, float]:
+    """Order → ns of the kernel, mean over ranks. row: `shape`, `precision`, `share`, and `counts` of all experts."""
+    m, line = shape(row["shape"]), LINES[FORMATS[row["precision"]]]
     return {
         name: mean(
             run.time_ns for run in simulate_layer(m, row["counts"], row["share"], order_of(name, m, platform), ranks, platform, line)
         )
         for name in ORDERS
     }
-
-
-def own_shares(row: Mapping[str, Any], platform: Platform, ranks: int, leads: Sequence[int] | None = None) -> Plan | None:
-    """Both orders of a row's load, in a kernel in which every cluster has its own share of the tiles; None: no such share f.
-
-    Args:
-        leads: values of D to choose from; None: the row's alone.
-    """
-    if not (peers := _peers(row["share"], ranks)):
-        return None
-    work, there = at_scale(workload(row, ranks), platform, peers)
-    return plan(work, there, leads=leads or [row["lead_rows"]], methods=["st_global"], slots=[work.slots], staging_ns=EPILOGUE_NS)
 
 
 def spans(row: Mapping[str, Any], platform: Platform, ranks: int, **given: float) -> dict[str, dict[str, float]]:
@@ -141,12 +99,6 @@ def control_times(ranks: Sequence[Mapping[str, Any]]) -> TileTimes:
     return TileTimes(*(1e3 * mean(r[name][which] for r in ranks) for name, which in parts))
 
 
-def _peers(share: float, ranks: int) -> int:
-    """P of a share f = 1 − 1/P that `ranks` ranks can stand for; 0: none."""
-    peers = round(1 / (1 - share)) if share < 1 else 0
-    return peers if peers and peers % ranks == 0 and abs(1 - 1 / peers - share) <= 1e-9 else 0
-
-
 def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Headline figures of the rows that have a prediction: error of the speedup, and how each choice would have done."""
     found = [r for r in measured(rows) if r.get("predicted")]
@@ -155,9 +107,8 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     errors = [abs(r["predicted"]["speedup"] / r["derived"]["speedup"] - 1) for r in found]
     out = {"moe84.predicted_speedup_error.median": median(errors), "moe84.predicted_speedup_error.max": max(errors)}
     for name in CHOICES:
-        if all(name in r["predicted"] for r in found):
-            out[f"moe.{name}_within_2pct.share"] = sum(r["predicted"][f"{name}_over_best"] <= WITHIN for r in found) / len(found)
-            out[f"moe.{name}_worst_loss"] = max(r["predicted"][f"{name}_loss"] for r in found)
+        out[f"moe.{name}_within_2pct.share"] = sum(r["predicted"][f"{name}_over_best"] <= WITHIN for r in found) / len(found)
+        out[f"moe.{name}_worst_loss"] = max(r["predicted"][f"{name}_loss"] for r in found)
     return {of_precision(found, key): {"value": round(value, 4), "unit": "fraction"} for key, value in out.items()}
 
 
@@ -174,15 +125,15 @@ def annotate(path: str | Path, platform: str = PLATFORM) -> dict[str, Any]:
     for row in content["rows"]:
         if "derived" in row:
             if content["study"] == "moe":
-                ns = {name: t["slowest_ns"] for name, t in row["times"].items()}
-                row["derived"] = derived(ns, auto_order(shape(row["shape"]).intermediate, row["share"]))
+                m, ns = shape(row["shape"]), {name: t["slowest_ns"] for name, t in row["times"].items()}
+                rows = m.rows_of_an_expert(row.get("max_tokens", row["tokens"]), content["settings"]["world"])
+                row["derived"] = derived(ns, auto_order(m.intermediate, row["share"], rows))
             else:
                 row["derived"] = moe_spans.derived(row, known)
             row["predicted"] = tell(row, known, content["settings"]["world"])
     content["prediction"] = {"platform": platform}  # of spans: with the times of a tile that the control recorded
     if content["study"] == "moe":
-        w4a8 = content["settings"].get("precision") == "W4A8"
-        epilogue_ns, ns_per_k = (MXFP4_EPILOGUE_NS, MXFP4_NS_PER_K) if w4a8 else (EPILOGUE_NS, NS_PER_K)
+        epilogue_ns, ns_per_k = LINES[FORMATS[content["settings"].get("precision", "W8A8")]]
         content["prediction"] |= {"ns_per_k": ns_per_k, "epilogue_ns": epilogue_ns}
         content["headline"] = headline(content["rows"]) | figures(content["rows"])
     else:

@@ -4,7 +4,7 @@
 
 The load of every expert is drawn as `moe_layer` drew it (`routing.draw_remote` on the CPU, seed 0). The time of a tile is the line
 `EPILOGUE_NS + NS_PER_K · K` through grouped GEMMs of one GPU (`auto_order`); all else comes from the platform file. Beside it stands what
-the simulator of own shares says of the same loads (`moe_prediction.own_shares`). What is measured is the whole layer: counts and plan
+the simulator of own shares says of the same loads (`own_shares`). What is measured is the whole layer: counts and plan
 before the kernel and the sum over picks behind it are in its times, in both orders alike.
 
 Where a result of `moe_spans` lies beside that file: how far the stalls inside the kernel are missed, as chosen and with one choice changed.
@@ -27,10 +27,14 @@ import torch
 from xstage.moe import routing
 from xstage.moe.auto_order import EPILOGUE_NS, NS_PER_K, PLATFORM
 from xstage.moe.shapes import shape
+from xstage.moe.work_table import TILE_COLUMNS, TILE_ROWS
+from xstage.planner import Plan, at_scale, plan
 from xstage.platform import Platform, load_platform
+from xstage.simulate import routing as loads
 from xstage.simulate.layer import order_of, simulate_layer
+from xstage.simulate.mega_moe import MoEWorkload
 from xstage.studies.moe_orders import ROUTINGS
-from xstage.studies.moe_prediction import own_shares, spans
+from xstage.studies.moe_prediction import spans
 from xstage.studies.result import SIMULATED, read_measured, write_study
 
 ORDERS = ("interleaved", "expert_wave")
@@ -52,8 +56,8 @@ def run(measured: Path, out: Path | None = SIMULATED) -> dict[str, Any]:
         counts = drawn(row, ranks)
         times = predict(row, counts, ranks, platform)
         lead = order_of("interleaved", shape(r["shape"]), platform).lead_rows
-        plan = own_shares(row | {"counts": counts, "lead_rows": lead}, platform, ranks)
-        before = {c.order: c.time_ns for c in plan.candidates} if plan else {}
+        found = own_shares(row | {"counts": counts, "lead_rows": lead}, platform, ranks)
+        before = {c.order: c.time_ns for c in found.candidates} if found else {}
         rows.append({
             **row, **{f"{name}_ns": ns for name, ns in times.items()}, "speedup": times["expert_wave"] / times["interleaved"],
             "measured_speedup": layer["expert_wave"] / layer["interleaved"],
@@ -109,6 +113,27 @@ def predict(row: Mapping[str, Any], counts: Sequence[int], ranks: int, platform:
         name: mean(r.time_ns for r in simulate_layer(m, counts, row["share"], order_of(name, m, platform), ranks, platform, remote=remote))
         for name in ORDERS
     }
+
+
+def own_shares(row: Mapping[str, Any], platform: Platform, ranks: int) -> Plan | None:
+    """Both orders of a row's load, in a kernel in which every cluster has its own share of the tiles, as ours had at first.
+
+    Waves are whole experts there, rows of the two CTAs of a cluster share columns instead of weights, the locality term is the one fitted
+    to the paper's GPU. None: a share f that is not 1 − 1/P of P ranks which all have this rank's work.
+    """
+    share, m = row["share"], shape(row["shape"])
+    peers = round(1 / (1 - share)) if share < 1 else 0
+    if not peers or peers % ranks or abs(1 - 1 / peers - share) > 1e-9:
+        return None
+    load = loads.from_counts(row["counts"], row["tokens"] * ranks, m.top_k, m.experts, row["routing"])
+    work, there = at_scale(
+        MoEWorkload(
+            m.name, m.hidden, m.intermediate, m.experts, m.top_k, row["tokens"] * ranks, NS_PER_K * m.hidden, NS_PER_K * m.intermediate,
+            ranks=ranks, tile_m=TILE_ROWS, tile_n=TILE_COLUMNS, ctas=2, routing=load, roles="registers", synthetic=m.synthetic,
+            dispatch="push",
+        ), platform, peers,
+    )  # fmt: skip
+    return plan(work, there, leads=[row["lead_rows"]], methods=["st_global"], slots=[work.slots], staging_ns=EPILOGUE_NS)
 
 
 def drawn(row: Mapping[str, Any], ranks: int) -> list[int]:
