@@ -32,6 +32,7 @@ from xstage.moe.quantize_sm90 import quantize_row
 from xstage.moe.work_table import GROUP_UNITS, LAYER_SHIFT, TILE_ROWS, WorkOrder, encoded, entries, partner, place
 
 WARP_TOKENS = 16
+UNIT_THREADS = 8  # of a unit of the tables of work
 ENTRIES1, ENTRIES2, TILES, ROWS = 0, 1, 2, 3  # `totals`
 _BATCH = 16  # loads of a thread under way at a time
 _MAX_PARTS = 16
@@ -427,7 +428,8 @@ class Plan:
             tile_end[tile] = (tile_sums[from_me + owner] - tile_base) * TILE_ROWS + loads[owner]
             if const_expr(self.order is not None):
                 ready[1 + tile] = Int32(0)
-        for unit in cutlass.range(thread, units, self.threads, unroll=1):
+        turn = thread % UNIT_THREADS
+        for unit in cutlass.range(thread // UNIT_THREADS, units, self.threads // UNIT_THREADS, unroll=1):
             owner = self.search(unit_first, Int32(0), unit, self.mine)
             group = unit // GROUP_UNITS * GROUP_UNITS
             group_end = cutlass.min(group + GROUP_UNITS, units)
@@ -441,8 +443,8 @@ class Plan:
             alone = m_tile + 1 == tile_sums[from_me + owner + 1] - tile_base
             group_of = (group, singles_first, group_end - group, singles_end - singles_first)
             if const_expr(self.order is None):
-                self.write(work1, 0, unit, singles, group_of, m_tile, alone, None)
-                self.write(work2, 1, unit, singles, group_of, m_tile, alone, None)
+                self.write(work1, 0, unit, turn, singles, group_of, m_tile, alone, None)
+                self.write(work2, 1, unit, turn, singles, group_of, m_tile, alone, None)
             else:
                 wave = unit // self.order.wave_units * self.order.wave_units
                 wave_end = cutlass.min(wave + self.order.wave_units, units)
@@ -456,16 +458,17 @@ class Plan:
                     entries(units, single_count, self.columns1), entries(units, single_count, self.columns2),
                     owner, (tile_sums[from_me + owner] - tile_base) * TILE_ROWS + loads[owner],
                 )  # fmt: skip
-                self.write(work, 0, unit, singles, group_of, m_tile, alone, common)
-                self.write(work, 1, unit, singles, group_of, m_tile, alone, common)
+                self.write(work, 0, unit, turn, singles, group_of, m_tile, alone, common)
+                self.write(work, 1, unit, turn, singles, group_of, m_tile, alone, common)
 
     @cute.jit
     def write(
-        self, table: cute.Tensor, layer: cutlass.Constexpr[int], unit: Int32, singles: Int32, group, m_tile: Int32, alone, common
-    ) -> None:
-        """The entries of one unit: in the layer's table, or with an order in the list of both."""
+        self, table: cute.Tensor, layer: cutlass.Constexpr[int], unit: Int32, turn: Int32, singles: Int32, group, m_tile: Int32, alone,
+        common,
+    ) -> None:  # fmt: skip
+        """One of `UNIT_THREADS` shares of a unit's entries: in the layer's table, or with an order in the list of both."""
         columns = self.columns2 if const_expr(layer == 1) else self.columns1
-        for n in cutlass.range_constexpr(0, columns, 2):
+        for n in cutlass.range(2 * turn, columns, 2 * UNIT_THREADS, unroll=1):  # unrolled, its code would come from memory once per use
             even = place(n, unit, singles, group, columns)
             if alone:
                 self.write_entry(table, layer, even, encoded(m_tile, n, 1), common)
