@@ -65,13 +65,38 @@ def test_every_row_of_every_head_has_its_place(given_: tuple[SequenceLayout, lis
         places = reference.rows_of(layout, rank)
         for b in range(batch):
             for place in places.tolist():
-                at = table[:, 0] + (b * layout.sequence + place) * table[:, 1]
+                at = table[:, 0] + (b * layout.sequence + place) * (table[:, 1] & 0xFFFFFFFF)
                 assert (memory[at] == -1).all()
                 memory[at] = whole[b, place]
     for rank, part in enumerate(whole.split(heads, 2)):
         got = memory[bases[rank] : bases[rank] + part.numel() * head_bytes : head_bytes]
         assert torch.equal(torch.from_numpy(got).view(part.shape), part)
     assert (memory != -1).sum() == whole.numel()
+    assert (table[:, 1] >> 32).tolist() == list(range(sum(heads)))
+
+
+@given(shards(), st.integers(0, 10))
+@settings(deadline=None)
+def test_parts_are_all_heads_once(given_: tuple[SequenceLayout, list[int]], first: int) -> None:
+    _, heads = given_
+    bases = [2**40 + rank * 2**20 for rank in range(len(heads))]
+    parts = lay.head_parts(heads, first)
+    tables = [lay.head_table(bases, heads, 48, ranges) for ranges in parts]
+    whole = lay.head_table(bases, heads, 48)
+    order = np.concatenate([table[:, 1] >> 32 for table in tables])
+    assert np.array_equal(np.concatenate(tables)[order.argsort()], whole)
+    assert all((np.diff(table[:, 1] >> 32) > 0).all() for table in tables)
+    if 0 < first < max(heads):
+        assert [len(table) for table in tables] == [sum(min(first, n) for n in heads), sum(max(0, n - first) for n in heads)]
+    else:
+        assert len(parts) == 1
+
+
+def test_parts_by_hand() -> None:
+    assert lay.head_parts([4, 2, 0], 3) == [[(0, 3), (0, 2), (0, 0)], [(3, 4), (2, 2), (0, 0)]]
+    assert lay.head_parts([4, 2], 0) == lay.head_parts([4, 2], 4) == [[(0, 4), (0, 2)]]
+    rest = [(2 * a, 2 * b) for a, b in lay.head_parts([4, 2, 0], 3)[1]]
+    assert lay.head_table([0, 1000, 2000], [8, 4, 0], 16, rest).tolist() == [[96, 128 | 6 << 32], [112, 128 | 7 << 32]]
 
 
 def test_sent_bytes_by_hand() -> None:
@@ -84,16 +109,18 @@ def test_sent_bytes_by_hand() -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_bytes"), [(24, 24, 256), (40, 40, 256), (7, 7, 48), (8, 2, 128)])
-def test_all_pieces_are_loaded_then_stored_by_16_bytes(heads: int, kv_heads: int, head_bytes: int) -> None:
+def test_all_pieces_are_loaded_then_stored_by_16_bytes(heads: int, kv_heads: int, head_bytes: int, wide: bool) -> None:
     from xstage.attention.heads_sm90 import FLIGHT, compiled_to_heads
 
-    code = machine_code.of(compiled_to_heads(heads, kv_heads, head_bytes))
+    code = machine_code.of(compiled_to_heads(heads, kv_heads, head_bytes, wide))
     ptx, sass = code["ptx"], code["sass"]
     assert ".target sm_90a" in ptx
     assert not re.search(r"\.local|ld\.global\.nc", ptx)
     assert not re.search(r"\b(LDL|STL)\b", sass)
-    assert max(int(r) for r in re.findall(r"\bR(\d+)\b", sass)) < 64  # four CTAs on an SM
+    assert max(int(r) for r in re.findall(r"\bR(\d+)\b", sass)) < (72 if wide else 64)  # one CTA on an SM and room for a meeting; four
+    assert f".reqntid {768 if wide else 256}, 1, 1" in ptx
     assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == len(re.findall(r"STG\.E\.128", sass)) == FLIGHT
     assert len(re.findall(r"\bst\.", ptx)) == FLIGHT
     pieces = [m.start() for m in re.finditer(r"LDG\.E\.NA\.128", sass)]
@@ -109,7 +136,9 @@ def test_all_pieces_are_loaded_then_stored_by_16_bytes(heads: int, kv_heads: int
 
 @dataclass(frozen=True)
 class Case:
-    """rows: of each rank. heads: of each rank. ratio: query heads per key/value head. strides: how q, k and v lie in memory."""
+    """rows: of each rank. heads: of each rank. ratio: query heads per key/value head. strides: how q, k and v lie in memory.
+    first: key/value heads of the first part. ctas: that send the rest.
+    """
 
     rows: tuple[int, ...]
     heads: tuple[int, ...]
@@ -119,6 +148,8 @@ class Case:
     strides: str = "packed"
     text: tuple[int, ...] = ()
     buffers: int = 2
+    first: int = 0
+    ctas: int = 2
 
     @property
     def layout(self) -> SequenceLayout:
@@ -126,7 +157,7 @@ class Case:
 
     def __str__(self) -> str:
         sizes = ["x".join(map(str, part)) for part in (self.rows, self.heads, self.text) if part]
-        return f"{'-'.join(sizes)}-{self.head_dim}-{self.strides}-{self.batch}x{self.ratio}-{self.buffers}"
+        return f"{'-'.join(sizes)}-{self.head_dim}-{self.strides}-{self.batch}x{self.ratio}-{self.buffers}-{self.first}by{self.ctas}"
 
 
 class Machine:
@@ -147,7 +178,7 @@ class Machine:
             self.memory.put(torch.zeros(2 * world, dtype=torch.int64), buffer)
             exchange._buffer = SimpleNamespace(addresses=self.buffers, view=self.view)  # type: ignore[assignment]
             exchange._signals = Array(self.memory, (2 * world,), torch.int64, buffer)
-        self.call = he._Call(case.batch, case.layout)
+        self.call = he._Call(case.batch, case.layout, case.first)
         self.plans = [self.plan(exchange) for exchange in self.exchanges]
 
     def exchange(self, rank: int) -> he.HeadExchange:
@@ -169,7 +200,9 @@ class Machine:
     def plan(self, exchange: he.HeadExchange) -> he._Plan:
         plan: Any = exchange._plan(self.call)
         plan.places = Array.of(self.memory, plan.places)
-        plan.heads, plan.calls = ([Array.of(self.memory, x) for x in tensors] for tensors in (plan.heads, plan.calls))
+        plan.calls = [Array.of(self.memory, x) for x in plan.calls]
+        for part in plan.parts:
+            part.heads = [Array.of(self.memory, x) for x in part.heads]
         return plan  # type: ignore[no-any-return]
 
     def draw(self, generator: torch.Generator) -> list[torch.Tensor]:
@@ -194,16 +227,25 @@ class Machine:
             arrays.append(Array.view(self.memory, stored.permute([order.index(d) for d in range(4)]), storage))
         return arrays
 
-    def launch(self, rank: int, whole: list[torch.Tensor], number: int, met: bool) -> list[Grid]:
-        """Grids of a call, as the kernels' `__call__` have them."""
+    def launch(self, rank: int, whole: list[torch.Tensor], number: int, met: bool, between: Any = None) -> list[Any]:
+        """Grids of a call, as the kernels' `__call__` have them; `between` its parts."""
         exchange, turn, case = self.exchanges[rank], number % self.case.buffers, self.case
         q, k, v = self.given(whole, rank)
-        columns = sum(-(-n * 2 * case.head_dim // 512) for n in (exchange.heads, exchange.kv_heads, exchange.kv_heads))
-        ctas = max(-(-case.batch * -(-q.shape[1] // 8) * columns // 8), 1)
-        grids = []
-        for kernel, arguments in (f(*a) for f, a in exchange._launches(q, k, v, case.layout.sequence, self.plans[rank], turn, met)):  # type: ignore[arg-type]
-            self._seed += 1
-            grids.append(Grid(kernel, ctas if len(arguments) > 3 else 1, addresses(arguments), self.memory, seed=self._seed))
+        grids, plan = [], self.plans[rank]
+        for number, part in enumerate(plan.parts):
+            columns = sum(-(-n * 2 * case.head_dim // 512) for n in part.counts)
+            warps, bound = (24, case.ctas) if number else (8, 0)
+            ctas = max(-(-case.batch * -(-q.shape[1] // 8) * columns // warps), 1)
+            launches = exchange._launches(q, k, v, case.layout.sequence, plan, turn, met and not number, number, bound)  # type: ignore[arg-type]
+            for kernel, arguments in (f(*a) for f, a in launches):
+                self._seed += 1
+                grid = 1
+                if len(arguments) > 3:  # the bound of the grid is no argument of the kernel
+                    *arguments, bound, control = arguments
+                    arguments, grid = (*arguments, control), min(ctas, bound)
+                grids.append(Grid(kernel, grid, addresses(arguments), self.memory, seed=self._seed))
+            if between is not None and number + 1 < len(plan.parts):
+                grids.append(between)
         return grids
 
     def got(self, rank: int, number: int) -> list[torch.Tensor]:
@@ -225,17 +267,23 @@ class Machine:
 
 
 class Reader:
-    """Stands on a stream behind a call, and reads what the call brought some time later, twice; `wrong` gets a word if it is not that."""
+    """Stands on a stream behind a call, or behind its first part, and reads what it brought some time later, twice; `wrong` gets a word if
+    it is not that.
+    """
 
-    def __init__(self, machine: Machine, rank: int, whole: list[torch.Tensor], number: int, wrong: list[str]):
+    def __init__(self, machine: Machine, rank: int, whole: list[torch.Tensor], number: int, wrong: list[str], first: bool = False):
         self._machine, self._rank, self._whole, self._number, self._wrong = machine, rank, whole, number, wrong
+        case = machine.case
+        ends = [case.first * case.ratio, case.first, case.first] if first else [None] * 3
+        self._heads = [slice(end) for end in ends]
         self._left = random.Random(number * 10 + rank).choice([1, 3, 200])
 
     def step(self) -> bool:
         self._left -= 1
         if self._left in (0, 1):
             got = self._machine.got(self._rank, self._number)
-            if not all(torch.equal(a, b) for a, b in zip(got, self._machine.want(self._whole, self._rank), strict=True)):
+            want = self._machine.want(self._whole, self._rank)
+            if not all(torch.equal(a[:, :, h], b[:, :, h]) for a, b, h in zip(got, want, self._heads, strict=True)):
                 self._wrong.append(f"call {self._number} on rank {self._rank}")
         return self._left > 0
 
@@ -249,7 +297,7 @@ def calls_in_a_row(machine: Machine, count: int, meets: Any, later: int = 0) -> 
         whole = machine.draw(generator)
         drawn.append(whole)
         for rank, stream in enumerate(streams):
-            stream += machine.launch(rank, whole, number, meets(number))
+            stream += machine.launch(rank, whole, number, meets(number), Reader(machine, rank, whole, number, wrong, first=True))
             if number >= later:
                 stream.append(Reader(machine, rank, drawn[number - later], number - later, wrong))
     run(streams, seed=count)
@@ -263,6 +311,9 @@ CASES = [
     Case((10, 3, 6), (4, 4, 2), 16, ratio=2, batch=2, strides="mixed", text=(2, 0, 5)),
     Case((17, 0), (5, 4), 24, strides="mixed"),
     Case((8, 9), (2, 1), 128, buffers=1),
+    Case((30, 25), (3, 3), 128, first=1, ctas=1),
+    Case((13, 7), (3, 1), 64, batch=2, first=1, strides="mixed"),
+    Case((10, 3, 6), (6, 2, 4), 16, ratio=2, batch=2, strides="mixed", text=(2, 0, 5), first=2, buffers=1),
 ]  # fmt: skip
 
 
@@ -274,7 +325,7 @@ def test_rows_arrive_and_nothing_that_is_read_is_overwritten(case: Case, monkeyp
     assert not calls_in_a_row(machine, count, lambda number: case.buffers == 1)
     for rank, exchange in enumerate(machine.exchanges):
         assert exchange._watch.status.value.tolist() == [0]  # type: ignore[attr-defined]
-        assert exchange._control.value.tolist() == [count, 0]
+        assert exchange._control.value.tolist() == [count * len(machine.plans[rank].parts), 0]
         assert (machine.untouched(rank) == POISON).all()
 
 
@@ -325,7 +376,7 @@ def test_which_kernels_a_call_launches(buffers: int, monkeypatch: pytest.MonkeyP
     from xstage.attention import entry, heads_sm90
     from xstage.device import meeting
 
-    machine = Machine(Case((4, 4), (1, 1), 16, buffers=buffers), monkeypatch)
+    machine = Machine(Case((4, 4), (2, 2), 16, buffers=buffers), monkeypatch)
     to_heads, launched = machine.exchanges[0], list[str]()
     graph = 0
 
@@ -339,9 +390,9 @@ def test_which_kernels_a_call_launches(buffers: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: graph != 0)
     to_heads.mode, to_heads._closed, to_heads._turn, to_heads._entry = "kernel", False, 0, entry.Entry()
-    to_heads._plans, to_heads._agreed = {}, {machine.call}
+    to_heads._plans, to_heads._agreed = {}, {machine.call, he._Call(1, machine.case.layout, 1)}
     to_heads._watch.check = lambda: None  # type: ignore[method-assign]
-    x = [torch.zeros(1, 4, 2, 16, dtype=torch.bfloat16) for _ in range(3)]
+    x = [torch.zeros(1, 4, 4, 16, dtype=torch.bfloat16) for _ in range(3)]
 
     def call() -> tuple[bool, int]:
         """Whether the ranks met before, and which buffer was written."""
@@ -360,6 +411,12 @@ def test_which_kernels_a_call_launches(buffers: int, monkeypatch: pytest.MonkeyP
     assert call() == (True, 0)
     graph = 0
     assert [call()[0] for _ in range(2)] == [True, True]  # between them a graph may have been replayed
+    # In two parts: the second follows the first's meeting, and no other meeting.
+    launched.clear()
+    _, rest = to_heads.in_parts(*x, None, 1, 3)
+    assert launched == ["entered False False", "copy", "done True True"]
+    rest()
+    assert launched[3:] == ["copy", "done True True"]
     to_heads._plans.clear()
     graph = 9
     with pytest.raises(XStageError, match="before capturing"):

@@ -1,4 +1,4 @@
-"""The exchange before Ulysses attention: q, k and v from [my rows, all heads] to [whole sequence, my heads].
+"""The exchange before Ulysses attention: q, k and v from [my rows, all heads] to [whole sequence, my heads], at once or in two parts.
 
     with HeadExchange(group, max_sequence=32768, heads=24, head_dim=128) as to_heads:
         q, k, v = to_heads(q, k, v)      # [batch, my rows, all heads, head dim] → [batch, whole sequence, my heads, head dim]
@@ -7,34 +7,44 @@
 Hopper kernel stores all three into the peers' buffers, `heads_sm90.py`, then the ranks meet), `push` (strided copies by the copy engines,
 between two barriers), `nccl` and `reference` (an all-to-all each, over NCCL or gloo).
 
+In two parts (`in_parts`, kernel only) the first few heads of every rank arrive before the others, so that attention of the first hides
+the exchange of the rest. Both go to the places where the whole would go; each ends with a `Meeting(DONE)`, and so with a generation of its
+own. How the rest travels leaves the GPU to attention: few large CTAs of the same kernel, or strided copies by the copy engines.
+
 Results are views of the object's own buffers, of which there are `buffers` (2). A result may be read until this rank's next call: what
 reads it must be on the stream, or ordered before it, when the next call is made. A call may follow another at once, without a barrier of
 the caller's and with no other exchange between them. Why nobody overwrites what is still read, generation g being the number of a call:
 
 1. Rank r's kernel of call g stores into buffer g mod 2 of every peer p. Before it on r's stream is the meeting that ended call g − 1,
-   which acquired `done = g − 1` of p. p's stream published that after all that it held before p's call g − 1, so after every reading of
-   the output of call g − 2, the last one in that buffer. What p may still be reading is the output of call g − 1, in the other buffer.
-2. Nobody gets further ahead: r's call g + 1, which stores there, has to acquire p's `done = g` first, which p publishes after its readings
-   of the output of call g − 1.
+   which acquired p's `done` of that call. p's stream published that after all that it held before p's call g − 1, so after every reading
+   of the output of call g − 2, the last one in that buffer. What p may still be reading is the output of call g − 1, in the other buffer.
+2. Nobody gets further ahead: r's call g + 1, which stores there, has to acquire p's `done` of call g first, which p publishes after its
+   readings of the output of call g − 1.
 3. The argument needs the call before to have been call g − 1 of all ranks. With one buffer, and in the first call of a CUDA graph (which
    may be replayed after anything), a `Meeting(ENTERED)` goes before the stores: p has come to call g, and so has read everything older.
-4. Complete: all stores of r's kernel happen before r's `Meeting(DONE)`, whose `st.release.sys` orders them; whoever has acquired `done =
-   g` of every rank sees every row, and so do the kernels that follow on its stream.
+4. Complete: all stores of r's kernel happen before r's `Meeting(DONE)`, whose `st.release.sys` orders them; whoever has acquired that
+   `done` of every rank sees every row, and so do the kernels that follow on its stream.
+5. Two parts: both, with their meetings, are on the caller's stream, one after the other, so 1 to 4 hold for each: what precedes the first
+   part precedes the second. The parts store to different heads of one buffer, so the second overwrites nothing of the first. What reads
+   the first part on another stream, from behind its meeting, must be joined to the caller's stream before the next call. q, k and v are
+   read on the caller's stream only. A call takes one generation or two, on all ranks alike: the part sizes are agreed like the shapes.
 
 That fused attention, and its own meeting, comes between two exchanges of a transformer is not needed. Waits are bounded; a wait that gives
-up makes its rank store nothing more, and the next call or `check()` raises. CUDA graphs: call once with the same shapes before capture.
+up makes its rank's kernels store nothing more, and the next call or `check()` raises. Copies cannot be withheld: those that were queued
+behind such a wait, as in a graph, still store. CUDA graphs: call once with the same shapes before capture.
 
-Not covered: gradients, exchanging one of the three ahead of the others, ranks on several hosts.
+Not covered: gradients, exchanging one of the three ahead of the others, more than two parts, ranks on several hosts.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -43,7 +53,8 @@ import torch.distributed as dist
 from xstage.attention import serial
 from xstage.attention.arguments import check_options
 from xstage.attention.entry import Entry
-from xstage.attention.layout import SequenceLayout, head_shards, head_table
+from xstage.attention.layout import SequenceLayout, head_parts, head_shards, head_table
+from xstage.attention.overlap import REST_CTAS
 from xstage.attention.reference import rows_of
 from xstage.errors import UnsuitableMachine, XStageError
 from xstage.platform import KiB
@@ -62,17 +73,29 @@ class _Call:
 
     batch: int
     layout: SequenceLayout
+    first: int = 0  # key/value heads of the first part, at most; 0: one part
 
     def to_json(self) -> dict[str, Any]:
-        return {"batch": self.batch, "rows per rank": list(self.layout.local_rows), "layout": self.layout.flat}
+        return {
+            "batch": self.batch, "rows per rank": list(self.layout.local_rows), "layout": self.layout.flat, "first heads": self.first,
+        }  # fmt: skip
+
+
+@dataclass
+class _Part:
+    """Which heads are sent together: q, k and v of `counts` heads over all ranks."""
+
+    parts: list[tuple[int, int]]  # key/value heads from … to, of each rank
+    counts: tuple[int, int, int]
+    heads: list[torch.Tensor]  # per buffer int64 [heads of q, of k, of v, 2]: see `layout.head_table`
 
 
 @dataclass
 class _Plan:
-    """What a call needs on the device, made on its first use; all but `places` per buffer."""
+    """What a call needs on the device, made on its first use; `calls` and `outs` per buffer."""
 
     places: torch.Tensor  # int32 [my rows]: in the whole sequence
-    heads: list[torch.Tensor]  # int64 [heads of q, of k, of v, 2]: see `layout.head_table`
+    parts: list[_Part]
     calls: list[torch.Tensor]  # see `device.meeting`
     outs: list[Three]
 
@@ -119,6 +142,7 @@ class HeadExchange:
         self._plans: dict[_Call, _Plan] = {}
         self._agreed: set[_Call] = set()
         self._buffer: SymmetricBuffer | None = None
+        self._urgent: torch.cuda.Stream | None = None
         self.tag = f"head-exchange/{group.group_name}/{next_number(group, 'head-exchange')}"
         self._agreement = Agreement(group, self.tag, timeout_s)
         self._agreement.same(
@@ -143,22 +167,41 @@ class HeadExchange:
             XStageError: an argument does not fit the object, or the ranks were given different problems.
             PeerTimeout: a peer did not come to this call's agreement, or to an earlier call's kernel.
         """
+        return self.in_parts(q, k, v, layout, 0)[0]
+
+    def in_parts(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: SequenceLayout | None, first: int, rest_ctas: int = REST_CTAS
+    ) -> tuple[Three, Callable[[], None]]:
+        """The first heads of every rank, and what launches the exchange of the rest.
+
+        Args:
+            q, k, v, layout: see the object's call.
+            first: key/value heads of every rank that are sent now, with their query heads (0: all). Other modes than `kernel` send all.
+            rest_ctas: how the rest is sent: by so many CTAs, one to an SM, or (0) by the copy engines.
+
+        Returns:
+            q, k, v as the object's call returns them, and a function: it sends the rest on the current stream, which must be the one of
+            this call, before any other call. It does nothing where nothing is left.
+
+        Raises:
+            As the object's call.
+        """
         layout = alike(q.shape[1], self.world) if layout is None else layout
-        self._validate(q, k, v, layout)
+        self.check_arguments(q, k, v, layout)
         if self.mode == "kernel":
             self._watch.check()
-        call = _Call(q.shape[0], layout)
+        call = _Call(q.shape[0], layout, first if self.mode == "kernel" else 0)
         if call not in self._agreed:
             self._agreement.same("rows", call.to_json())
             self._agreed.add(call)
         if self.mode not in ("kernel", "push"):
-            return self._all_to_all(q, k, v, layout)
+            return self._all_to_all(q, k, v, layout), _nothing
         turn = self._turn % self.buffers
         self._turn += 1
         with torch.cuda.device(self.device):
             if self.mode == "push":
                 self._push(q, k, v, call, turn)
-                return self._views(call, turn)
+                return self._views(call, turn), _nothing
             plan = self._plans.get(call)
             if plan is None:
                 if torch.cuda.is_current_stream_capturing():
@@ -167,10 +210,11 @@ class HeadExchange:
                 # Tables were written on the current stream; a call on another stream must not read them before.
                 torch.cuda.synchronize(self.device)
             met = self._entry.must_meet(always=self.buffers == 1)
-            q, k, v = (aligned(x.detach()) for x in (q, k, v))
-            for kernel, arguments in self._launches(q, k, v, layout.sequence, plan, turn, met):
+            x = (aligned(q.detach()), aligned(k.detach()), aligned(v.detach()))
+            for kernel, arguments in self._launches(*x, layout.sequence, plan, turn, met):
                 kernel(*arguments)
-        return plan.outs[turn]
+        rest = _nothing if len(plan.parts) == 1 else partial(self._rest, x, call, plan, turn, rest_ctas)
+        return plan.outs[turn], rest
 
     def check(self) -> None:
         """Wait for what was launched and raise if a kernel gave up on a peer.
@@ -246,34 +290,87 @@ class HeadExchange:
     def _plan(self, call: _Call) -> _Plan:
         assert self._buffer is not None
         plan = _Plan(rows_of(call.layout, self.rank).int().to(self.device), [], [], [])
+        for parts in head_parts(self.kv_heads_per_rank, call.first):
+            kv_heads = sum(end - begin for begin, end in parts)
+            plan.parts.append(_Part(parts, (kv_heads * self._group_heads, kv_heads, kv_heads), []))
         for turn in range(self.buffers):
-            tables = [
-                torch.from_numpy(head_table([address + start for address in self._buffer.addresses], counts, self._head_bytes))
-                for start, counts in zip(self._starts(turn), self._counts, strict=True)
-            ]
+            for part in plan.parts:
+                tables = [
+                    torch.from_numpy(head_table([address + start for address in self._buffer.addresses], counts, self._head_bytes, ranges))
+                    for start, counts, ranges in zip(self._starts(turn), self._counts, self._ranges(part), strict=True)
+                ]
+                part.heads.append(torch.cat(tables).to(self.device))
             signature = zlib.crc32(json.dumps([call.to_json(), turn], sort_keys=True).encode()) & 0x7FFFFFFF
             words = [signature, self.rank, int(self.timeout_s * 1e9), self._watch.address, *self._buffer.addresses]
-            plan.heads.append(torch.cat(tables).to(self.device))
             plan.calls.append(torch.tensor(words, dtype=torch.int64, device=self.device))
             plan.outs.append(self._views(call, turn))
         return plan
 
+    @property
+    def _group_heads(self) -> int:
+        """Query heads per key/value head."""
+        return self.heads // self.kv_heads
+
+    def _ranges(self, part: _Part) -> tuple[list[tuple[int, int]], ...]:
+        """Heads from … to, of each rank, of q, of k and of v."""
+        n = self._group_heads
+        return [(n * begin, n * end) for begin, end in part.parts], part.parts, part.parts
+
     def _launches(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequence: int, plan: _Plan, turn: int, met: bool
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequence: int, plan: _Plan, turn: int, met: bool, number: int = 0,
+        ctas: int = 0,
     ) -> list[tuple[Any, tuple[Any, ...]]]:  # fmt: skip
-        """Kernels and their arguments, in order."""
+        """Kernels of part `number` and their arguments, in order; `ctas` large CTAs, or (0) as many as there is work for."""
         from xstage.attention.heads_sm90 import DONE, ENTERED, compiled_to_heads
         from xstage.device.meeting import compiled_meeting
 
-        meeting = (self._control, plan.calls[turn], self._signals)
+        meeting, part = (self._control, plan.calls[turn], self._signals), plan.parts[number]
         strides = [x.stride(i) * x.element_size() for x in (q, k, v) for i in range(3)]
         copy = (
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), *strides, q.shape[0], q.shape[1], sequence, plan.heads[turn].data_ptr(),
-            plan.places.data_ptr(), self._control,
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), *strides, q.shape[0], q.shape[1], sequence, part.heads[turn].data_ptr(),
+            plan.places.data_ptr(), ctas or 2**31 - 1, self._control,
         )  # fmt: skip
         before = [(compiled_meeting(self.world, ENTERED, False), meeting)] if met else []
-        kernel = compiled_to_heads(self.heads, self.kv_heads, self._head_bytes)
+        kernel = compiled_to_heads(*part.counts[:2], self._head_bytes, ctas > 0)
         return [*before, (kernel, copy), (compiled_meeting(self.world, DONE, True, True), meeting)]
+
+    def _rest(self, x: Three, call: _Call, plan: _Plan, turn: int, ctas: int) -> None:
+        """Send the second part on the current stream."""
+        with torch.cuda.device(self.device):
+            if not ctas and all(side_by_side(t) for t in x):
+                self._copy(x, call, turn, plan.parts[1])
+                self._meet_urgently(plan.calls[turn])
+                return
+            for kernel, arguments in self._launches(*x, call.layout.sequence, plan, turn, False, 1, ctas or REST_CTAS):
+                kernel(*arguments)
+
+    def _copy(self, x: Three, call: _Call, turn: int, part: _Part) -> None:
+        """A part of my rows into the buffers of all ranks, by the copy engines."""
+        assert self._buffer is not None
+        stream = torch.cuda.current_stream().cuda_stream
+        for peer in ((self.rank + 1 + i) % self.world for i in range(self.world)):
+            for t, start, counts, ranges in zip(x, self._starts(turn), self._counts, self._ranges(part), strict=True):
+                begin, end = ranges[peer]
+                pitch = counts[peer] * self._head_bytes
+                for b, s in itertools.product(range(call.batch), (s for s in call.layout.segments if s.rank == self.rank)):
+                    source = t[b, s.local_start :, sum(counts[:peer]) + begin :]
+                    row = b * call.layout.sequence + s.start
+                    to = self._buffer.addresses[peer] + start + row * pitch + begin * self._head_bytes
+                    step = t.stride(1) * t.element_size()
+                    copy_rows(to, pitch, source.data_ptr(), step, (end - begin) * self._head_bytes, s.rows, stream)
+
+    def _meet_urgently(self, words: torch.Tensor) -> None:
+        """`Meeting(DONE)` behind copies. On a full GPU it needs the next place that gets free, so it is on a stream of high priority."""
+        from xstage.attention.heads_sm90 import DONE
+        from xstage.device.meeting import compiled_meeting
+
+        if self._urgent is None:
+            self._urgent = torch.cuda.Stream(self.device, priority=-1)
+        current = torch.cuda.current_stream()
+        self._urgent.wait_stream(current)
+        with torch.cuda.stream(self._urgent):
+            compiled_meeting(self.world, DONE, True, False)(self._control, words, self._signals)
+        current.wait_stream(self._urgent)
 
     def _push(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, turn: int) -> None:
         """Each segment of my rows into the buffers of all ranks, by the copy engines."""
@@ -294,7 +391,8 @@ class HeadExchange:
         a, b, c = (x if back is None else x.index_select(1, back) for x in got)
         return a, b, c
 
-    def _validate(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: SequenceLayout) -> None:
+    def check_arguments(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: SequenceLayout) -> None:
+        """Refuse what `in_parts` would refuse, and send nothing."""
         if self._closed:
             raise XStageError("q: this exchange was closed")
         if layout.world != self.world:
@@ -340,3 +438,27 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     if x.stride(-1) != 1 or any(s % step for s in x.stride()[:-1]) or x.data_ptr() % 16:
         return torch.clone(x, memory_format=torch.contiguous_format)
     return x
+
+
+def side_by_side(x: torch.Tensor) -> bool:
+    """Whether the heads of a row lie one behind the other."""
+    return bool(x.shape[2] == 1 or x.stride(2) == x.shape[3])
+
+
+def copy_rows(to: int, to_step: int, source: int, source_step: int, width: int, rows: int, stream: int) -> None:
+    """`rows` rows of `width` bytes between addresses of GPUs, by the copy engines. Steps from row to row in bytes."""
+    if not width or not rows:
+        return
+    from cuda.bindings import driver
+
+    copy = driver.CUDA_MEMCPY2D()
+    copy.srcMemoryType = copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+    copy.srcDevice, copy.srcPitch, copy.dstDevice, copy.dstPitch = source, source_step, to, to_step
+    copy.WidthInBytes, copy.Height = width, rows
+    (error,) = driver.cuMemcpy2DAsync(copy, stream)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"cuMemcpy2DAsync: {error.name}")
+
+
+def _nothing() -> None:
+    pass

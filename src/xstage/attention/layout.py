@@ -194,16 +194,37 @@ def row_table(layout: SequenceLayout, bases: Sequence[int], batch: int, row_byte
     return np.asarray(bases, np.int64)[layout.owner] + place * row_bytes + head_offset_bytes
 
 
-def head_table(bases: Sequence[int], heads_per_rank: Sequence[int], head_bytes: int) -> NDArray[np.int64]:
-    """int64 [all heads, 2]: where the first row of a head is stored, and the bytes from one row to the next.
+def head_table(
+    bases: Sequence[int], heads_per_rank: Sequence[int], head_bytes: int, parts: Sequence[tuple[int, int]] | None = None
+) -> NDArray[np.int64]:
+    """int64 [heads, 2]: where the first row of a head is stored; the bytes from one row to the next, and the head's number << 32.
 
     The inverse direction of `row_table`: rank r's heads lie at `bases[r]` as [batch, whole sequence, its heads, head dim], `head_bytes` per
     row of a head.
+
+    Args:
+        parts: of each rank's heads, those from … to (None: all of them).
     """
     heads = np.asarray(heads_per_rank, np.int64)
     owner = np.repeat(np.arange(len(heads)), heads)
-    within = np.arange(heads.sum()) - (heads.cumsum() - heads)[owner]
-    return np.stack([np.asarray(bases, np.int64)[owner] + within * head_bytes, heads[owner] * head_bytes], 1)
+    number = np.arange(heads.sum())
+    within = number - (heads.cumsum() - heads)[owner]
+    table = np.stack([np.asarray(bases, np.int64)[owner] + within * head_bytes, heads[owner] * head_bytes | number << 32], 1)
+    if parts is None:
+        return table
+    begin, end = np.asarray(parts, np.int64).T
+    return np.asarray(table[(begin[owner] <= within) & (within < end[owner])])
+
+
+def head_parts(kv_heads_per_rank: Sequence[int], first: int) -> list[list[tuple[int, int]]]:
+    """Key/value heads from … to, of each rank, in each part of a call: the first `first` of every rank (fewer where it has fewer), then the
+    rest. One part where `first` is 0 or the rest is nothing.
+    """
+    first_part = [(0, min(first, n)) for n in kv_heads_per_rank]
+    rest = [(end, n) for (_, end), n in zip(first_part, kv_heads_per_rank, strict=True)]
+    if not first or all(begin == end for begin, end in rest):
+        return [[(0, n) for n in kv_heads_per_rank]]
+    return [first_part, rest]
 
 
 def sent_bytes(layout: SequenceLayout, rank: int, heads: Sequence[int], kv_heads: Sequence[int], head_bytes: int, batch: int = 1) -> int:

@@ -43,6 +43,7 @@ from xstage.attention.arguments import check_options
 from xstage.attention.entry import Entry
 from xstage.attention.heads import HeadExchange, aligned, alike
 from xstage.attention.layout import SequenceLayout
+from xstage.attention.overlap import Problem, Split, choose
 from xstage.errors import UnsuitableMachine, XStageError
 from xstage.platform import KiB
 from xstage.symmetric import Agreement, SymmetricBuffer, Watch, allocate_together, default_device, first_reason, joined, next_number
@@ -102,23 +103,33 @@ class _Call:
     causal: bool
     return_lse: bool
     variant: Variant
+    first: int = 0  # key/value heads of the first of two parts, at most; 0: one part
 
     def to_json(self) -> dict[str, Any]:
         return {
             "batch": self.batch, "sequence": self.layout.sequence, "rows per rank": list(self.layout.local_rows),
             "layout": self.layout.flat, "causal": self.causal, "return_lse": self.return_lse,
-            "variant": list(astuple(self.variant)),
+            "variant": list(astuple(self.variant)), "first heads": self.first,
         }  # fmt: skip
 
 
 @dataclass
-class _Plan:
-    """What a call needs on the device, made on its first use: the kernel, the tile table, and per buffer the row tables and description."""
+class _Part:
+    """Attention of some of my heads, in one launch: the kernel, the tile table, and per buffer the row tables."""
 
+    heads: slice
+    kv_heads: slice
     kernel: Any
     tiles: torch.Tensor
     rows: list[torch.Tensor]
     lse_rows: list[torch.Tensor]
+
+
+@dataclass
+class _Plan:
+    """What a call needs on the device, made on its first use; all but `parts` and `keep` per buffer."""
+
+    parts: list[_Part]  # two, of which this rank may have no heads in the second; else one
     calls: list[torch.Tensor]
     outs: list[torch.Tensor]
     lses: list[torch.Tensor]
@@ -182,6 +193,9 @@ class AttentionA2A:
         self._fallback = fallback
         self.mode = self._choose_mode(fallback)
         self.inputs: HeadExchange | None = None  # of `ulysses`, made by its first call
+        self.split: Split | None = None  # how the last call of `ulysses` was split; None: not
+        self.rest_ctas: int | None = None  # for measurement: see `overlap.Split`
+        self._side: torch.cuda.Stream | None = None
         self._handle = next(_ids)
         _OBJECTS[self._handle] = self
 
@@ -219,7 +233,7 @@ class AttentionA2A:
     @torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
     def ulysses(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, softmax_scale: float | None = None,
-        layout: SequenceLayout | None = None, return_lse: bool = False, copy: bool | None = None,
+        layout: SequenceLayout | None = None, return_lse: bool = False, copy: bool | None = None, first_heads: int | None = None,
     ) -> Any:  # fmt: skip
         """The whole of Ulysses attention: q, k and v of my rows to the ranks of their heads, attention, its rows to their owners.
 
@@ -229,6 +243,9 @@ class AttentionA2A:
         Args:
             q: [batch, my rows, all query heads, head dim]. k, v: [batch, my rows, all key/value heads, head dim].
             layout: which rank owns which rows (None: contiguous shards, every rank has as many rows as this one).
+            first_heads: so many query heads of every rank are exchanged and attended first, and hide the exchange of the rest. 0: all at
+                once. None: chosen by a model of both (`overlap.choose`). Whole key/value groups; the same on every rank; a rank that has
+                fewer gives all. The result has the same bits. Only where attention is fused and the exchange one kernel.
             Others: as the object's call takes them.
 
         Returns:
@@ -238,6 +255,7 @@ class AttentionA2A:
             XStageError, UnsuitableMachine, PeerTimeout: see `HeadExchange` and the object's call.
         """
         where = alike(q.shape[1], self.world) if layout is None else layout
+        self._check_first(first_heads)
         if self.inputs is None:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise XStageError("ulysses: call it once with these shapes before capturing a CUDA graph")
@@ -246,8 +264,42 @@ class AttentionA2A:
                 dtype=self.dtype, heads_per_rank=self.heads_per_rank, max_batch=self.max_batch, device=self.device, buffers=self.buffers,
                 timeout_s=self.timeout_s, fallback=self._fallback,
             )  # fmt: skip
-        q, k, v = self.inputs(q, k, v, where)
-        return self(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=where, return_lse=return_lse, copy=copy)
+        self._check_rows(where)  # before anything is sent
+        self.inputs.check_arguments(q, k, v, where)
+        self.split = self._split(q, where, causal, first_heads)
+        first, ctas = (self.split.first, self.split.ctas) if self.split else (0, 0)
+        x, rest = self.inputs.in_parts(q, k, v, where, first, ctas)
+        scale = self.head_dim**-0.5 if softmax_scale is None else softmax_scale
+        out, lse = self._run(*x, causal, scale, where, return_lse, self.variant, first, rest)
+        if copy:
+            out, lse = out.clone(), None if lse is None else lse.clone()
+        return (out, lse) if return_lse else out
+
+    def _check_first(self, first_heads: int | None) -> None:
+        group, most = self.heads // sum(self.kv_heads_per_rank), max(self.heads_per_rank)
+        if first_heads is not None and not 0 <= first_heads <= most:
+            raise XStageError(f"first_heads: {first_heads} is not in 0 … {most}, the query heads of a rank")
+        if first_heads is not None and first_heads % group:
+            raise XStageError(f"first_heads: {first_heads} must be a multiple of {group} (query heads per key/value head)")
+
+    def _split(self, q: torch.Tensor, layout: SequenceLayout, causal: bool, first_heads: int | None) -> Split | None:
+        """How a call of `ulysses` is split; the same on every rank."""
+        assert self.inputs is not None
+        if self.mode != "fused" or self.inputs.mode != "kernel" or first_heads == 0:
+            return None
+        if first_heads is None:
+            from xstage.attention import kernel_sm90
+
+            problem = Problem(
+                layout, self.heads_per_rank, self.kv_heads_per_rank, self.head_dim, self.head_dim * self.dtype.itemsize,
+                kernel_sm90.tile_shape(self.head_dim, causal)[0], _sms(self.device), q.shape[0], causal,
+            )  # fmt: skip
+            split = choose(problem)
+        else:
+            split = Split(first_heads * sum(self.kv_heads_per_rank) // self.heads)
+        if split is None or len(lay.head_parts(self.kv_heads_per_rank, split.first)) == 1:
+            return None
+        return split if self.rest_ctas is None else Split(split.first, self.rest_ctas)
 
     def with_kernel(self, kernel: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Any]) -> Callable[..., torch.Tensor]:
         """Another attention kernel, fused without touching it: its output argument lies in the peers' buffers, one launch per destination.
@@ -347,14 +399,14 @@ class AttentionA2A:
 
     def _run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, layout: SequenceLayout | None,
-        return_lse: bool, variant: Variant,
+        return_lse: bool, variant: Variant, first: int = 0, rest: Callable[[], None] = lambda: None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         if layout is None:
             layout = _even(q.shape[1], self.world)
         self._validate(q, k, v, layout)
         if self.mode == "fused":
             self._watch.check()
-        call = _Call(q.shape[0], layout, causal, return_lse, variant)
+        call = _Call(q.shape[0], layout, causal, return_lse, variant, first)
         self._agree(call, "shapes")
         if self.mode == "reference":
             out, lse = reference.attention_a2a(
@@ -363,7 +415,7 @@ class AttentionA2A:
             return out, lse.float() if return_lse else None
         with torch.cuda.device(self.device):
             if self.mode == "fused":
-                return self._fused(q, k, v, scale, call)
+                return self._fused(q, k, v, scale, call, rest)
             return self._serial(q, k, v, scale, call)
 
     def _agree(self, call: _Call, what: str) -> None:
@@ -390,11 +442,14 @@ class AttentionA2A:
             raise XStageError(
                 f"layout: {layout.sequence} rows over {layout.world} ranks; q has {q.shape[1]} rows and the group {self.world} ranks"
             )
+        self._check_rows(layout)
+
+    def _check_rows(self, layout: SequenceLayout) -> None:
         if max(layout.local_rows) > self.max_local_rows:
             raise XStageError(f"layout: a rank owns {max(layout.local_rows)} rows; the limit is max_local_rows = {self.max_local_rows}")
 
     def _fused(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, call: _Call
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, call: _Call, rest: Callable[[], None]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         from xstage.attention import kernel_sm90
         from xstage.device.meeting import compiled_meeting
@@ -407,25 +462,89 @@ class AttentionA2A:
             plan = self._plans[call] = self._plan(call)
         turn = self._turn % self.buffers
         self._turn += 1
-        q, k, v = (aligned(x) for x in (q.detach(), k.detach(), v.detach()))
-        tables = [plan.tiles, plan.rows[turn], self._control]
-        if call.return_lse:
-            tables.append(plan.lse_rows[turn])
+        x = [aligned(t) for t in (q.detach(), k.detach(), v.detach())]
         meeting = (self._control, plan.calls[turn], self._signals)
         met = self._entry.must_meet(waits=variant.finish == "wait", always=variant.entry == "always" or self.buffers == 1)
         if met and variant.finish != "none":
             compiled_meeting(self.world, kernel_sm90.ENTERED, False)(*meeting)
-        kernel_sm90.launch(plan.kernel, q, k, v, scale, tables)
+        if len(plan.parts) == 1:
+            rest()
+            self._launch(plan.parts[0], turn, x, scale, call.return_lse)
+        else:
+            self._in_two(plan.parts, turn, x, scale, call.return_lse, rest)
         if variant.finish == "wait":
-            compiled_meeting(self.world, kernel_sm90.DONE, True, variant.last == "ahead")(*meeting)
+            # Launched ahead, it would wait for the kernel before it on this stream, and not for the one on the side.
+            ahead = variant.last == "ahead" and len(plan.parts) == 1
+            compiled_meeting(self.world, kernel_sm90.DONE, True, ahead)(*meeting)
         return plan.outs[turn], plan.lses[turn].transpose(1, 2) if call.return_lse else None
 
-    def _plan(self, call: _Call) -> _Plan:
+    def _in_two(
+        self, parts: Sequence[_Part], turn: int, x: Sequence[torch.Tensor], scale: float, with_lse: bool, rest: Callable[[], None]
+    ) -> None:  # fmt: skip
+        """Attention of the first heads on a side stream, while `rest` brings the others on this one; then theirs.
+
+        The order is on purpose. Behind the fork, what stays on this stream starts a little before what waits for it on another: the
+        exchange has its few SMs before attention fills the GPU. Attention of the rest does not wait for that of the first: its CTAs take
+        the SMs of the first's last wave. The side stream reads this object's tables and the exchange's buffers, which live as long as the
+        object, and ends before anything that follows on this one.
+        """
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device)
+        current = torch.cuda.current_stream()
+        self._side.wait_stream(current)
+        rest()
+        with torch.cuda.stream(self._side):
+            self._launch(parts[0], turn, x, scale, with_lse)
+        self._launch(parts[1], turn, x, scale, with_lse)
+        current.wait_stream(self._side)
+
+    def _launch(self, part: _Part, turn: int, x: Sequence[torch.Tensor], scale: float, with_lse: bool) -> None:
+        """Attention of a part of my heads, on the current stream."""
         from xstage.attention import kernel_sm90
 
+        if part.kernel is None:
+            return
+        q, k, v = x
+        tables = [part.tiles, part.rows[turn], self._control]
+        if with_lse:
+            tables.append(part.lse_rows[turn])
+        kernel_sm90.launch(part.kernel, q[:, :, part.heads], k[:, :, part.kv_heads], v[:, :, part.kv_heads], scale, tables)
+
+    def _plan(self, call: _Call) -> _Plan:
         assert self._buffer is not None
         layout, variant, batch = call.layout, call.variant, call.batch
-        heads, sms = self.heads_per_rank[self.rank], torch.cuda.get_device_properties(self.device).multi_processor_count
+        plan = _Plan(
+            [self._part(call, *ranges[self.rank]) for ranges in lay.head_parts(self.kv_heads_per_rank, call.first)], [], [], [], []
+        )
+        row_bytes = self.heads * self.head_dim * self.dtype.itemsize
+        for turn in range(self.buffers):
+            start = _SIGNAL_BYTES + turn * (self._out_bytes + self._lse_bytes)
+            bases, lse_bases = self._bases(variant.stores, start, plan.keep)
+            for part in plan.parts:
+                head = sum(self.heads_per_rank[: self.rank]) + part.heads.start
+                rows = lay.row_table(layout, bases, batch, row_bytes, head * self.head_dim * self.dtype.itemsize)
+                part.rows.append(self._to_device(rows))
+                part.lse_rows.append(self._to_device(lay.row_table(layout, lse_bases, batch, self.heads * 4, head * 4)))
+            signature = zlib.crc32(json.dumps([call.to_json(), turn], sort_keys=True).encode()) & 0x7FFFFFFF
+            words = [signature, self.rank, int(self.timeout_s * 1e9), self._watch.address, *self._buffer.addresses]
+            mine = layout.local_rows[self.rank]
+            plan.calls.append(torch.tensor(words, dtype=torch.int64, device=self.device))
+            plan.outs.append(self._buffer.view(start, (batch, mine, self.heads, self.head_dim), self.dtype))
+            plan.lses.append(self._buffer.view(start + self._out_bytes, (batch, mine, self.heads), torch.float32))
+        # Tables were written on the current stream; a call on another stream must not read them before.
+        torch.cuda.synchronize(self.device)
+        return plan
+
+    def _part(self, call: _Call, begin: int, end: int) -> _Part:
+        """Attention of my key/value heads `begin` … `end`, as far as it is the same for all buffers."""
+        from xstage.attention import kernel_sm90
+
+        layout, variant, batch, group = call.layout, call.variant, call.batch, self.heads // sum(self.kv_heads_per_rank)
+        part = _Part(slice(begin * group, end * group), slice(begin, end), None, torch.empty(0, dtype=torch.int32), [], [])
+        heads = (end - begin) * group
+        if not heads:
+            return part
+        sms = _sms(self.device)
         tile_rows, _ = kernel_sm90.tile_shape(self.head_dim, call.causal)
         tile_bytes = tile_rows * self.head_dim * self.dtype.itemsize
         kv_bytes = 2 * layout.sequence * self.head_dim * self.dtype.itemsize
@@ -435,32 +554,14 @@ class AttentionA2A:
             capacity_tiles=min(sms, sms * lay.KNEE_BYTES_PER_SM // tile_bytes),
             heads_per_section=1 << max(0, (_L2_BYTES // kv_bytes).bit_length() - 1),
         )  # fmt: skip
-        row_bytes = self.heads * self.head_dim * self.dtype.itemsize
-        first_head = sum(self.heads_per_rank[: self.rank])
         # Causal tiles differ in length, and the base class's grid for them has another shape.
         computed = variant.start == "auto" and not call.causal
         runs, first = lay.turns(table, self.rank, world=self.world, heads=heads, batch=batch) if computed else (0, 0)
-        kernel = kernel_sm90.compiled(
-            str(self.dtype).removeprefix("torch."), self.head_dim, heads // self.kv_heads_per_rank[self.rank], call.causal,
-            call.return_lse, kernel_sm90.Start(runs, first),
-        )  # fmt: skip
-        plan = _Plan(kernel, self._to_device(table), [], [], [], [], [], [])
-        for turn in range(self.buffers):
-            start = _SIGNAL_BYTES + turn * (self._out_bytes + self._lse_bytes)
-            bases, lse_bases = self._bases(variant.stores, start, plan.keep)
-            rows = lay.row_table(layout, bases, batch, row_bytes, first_head * self.head_dim * self.dtype.itemsize)
-            lse_rows = lay.row_table(layout, lse_bases, batch, self.heads * 4, first_head * 4)
-            signature = zlib.crc32(json.dumps([call.to_json(), turn], sort_keys=True).encode()) & 0x7FFFFFFF
-            words = [signature, self.rank, int(self.timeout_s * 1e9), self._watch.address, *self._buffer.addresses]
-            mine = layout.local_rows[self.rank]
-            plan.rows.append(self._to_device(rows))
-            plan.lse_rows.append(self._to_device(lse_rows))
-            plan.calls.append(torch.tensor(words, dtype=torch.int64, device=self.device))
-            plan.outs.append(self._buffer.view(start, (batch, mine, self.heads, self.head_dim), self.dtype))
-            plan.lses.append(self._buffer.view(start + self._out_bytes, (batch, mine, self.heads), torch.float32))
-        # Tables were written on the current stream; a call on another stream must not read them before.
-        torch.cuda.synchronize(self.device)
-        return plan
+        part.tiles = self._to_device(table)
+        part.kernel = kernel_sm90.compiled(
+            str(self.dtype).removeprefix("torch."), self.head_dim, group, call.causal, call.return_lse, kernel_sm90.Start(runs, first)
+        )
+        return part
 
     def _bases(self, stores: str, start: int, keep: list[torch.Tensor]) -> tuple[list[int], list[int]]:
         """Where each rank's output begins, and its log-sum-exp, for a choice of destinations; `keep` holds memory made for it."""
@@ -645,6 +746,10 @@ def _why_not_fused(device: torch.device, dtype: torch.dtype, head_dim: int, worl
     except ImportError as error:
         return f"the kernel packages are not installed ({error})"
     return ""
+
+
+def _sms(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _round_up(n: int, step: int) -> int:

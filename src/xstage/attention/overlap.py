@@ -1,0 +1,117 @@
+"""How many heads come first, so that their attention hides the exchange of the others: a model of both, asked once per problem.
+
+At once a call takes the exchange of all heads, then the attention of all. In two parts it takes the exchange of the first heads, then
+attention, beside which the rest arrives. Two things make that more than the sum of what is left:
+
+* Attention comes in tiles that take an SM each and all take the same time, up to some 400 µs. SMs that send the rest start their tiles
+  later; where tiles fill the GPU's waves, that costs a wave. Where they do not, it costs nothing: the last wave has room.
+* Copies by the copy engines take no SM, and `COPY` times as long.
+
+So `time_ns` places tiles on SMs, and `choose` compares. Rates are of an H200, measured; on another GPU another choice may be faster.
+
+Not covered: what the two take from each other of memory and power; causal tiles, which differ in length (their mean stands for them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+from xstage.attention.layout import SequenceLayout, head_parts
+
+LINK = 372.5  # bytes/ns that leave a rank: R of platform `h200-nvlink4`
+STORES = 64.5  # bytes/ns that an SM stores: the same platform's issue floor
+SM_FLOP = 5.7e3  # flop/ns of an SM: results/h200x2/attention.json, waves of flash-attn-4 at 4,096 to 32,768 rows (5.5 to 5.85)
+COPY = 1.5  # time of copies over that of the kernel: results/h200x2/head-exchange.json
+MEETING_NS = 6e3  # of an exchange, beyond its bytes: docs/diffusers.md, exchanges alone in a graph
+SPLIT_NS = 12e3  # fork, join, launches and a meeting more: an estimate
+REST_CTAS = 12  # SMs that store 774 bytes/ns: as many as two ranks at R, of whose stores half stay at home
+
+
+@dataclass(frozen=True)
+class Split:
+    """first: key/value heads of every rank that come first. ctas: that send the rest, one to an SM; 0: the copy engines do."""
+
+    first: int
+    ctas: int = REST_CTAS
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call as all ranks see it.
+
+    Attributes:
+        heads, kv_heads: of each rank. head_bytes: of a row of one head. tile_rows: query rows of a tile. sms: of the GPU.
+    """
+
+    layout: SequenceLayout
+    heads: tuple[int, ...]
+    kv_heads: tuple[int, ...]
+    head_dim: int
+    head_bytes: int
+    tile_rows: int
+    sms: int
+    batch: int = 1
+    causal: bool = False
+
+    @property
+    def group(self) -> int:
+        return sum(self.heads) // sum(self.kv_heads)
+
+    @property
+    def tile_ns(self) -> float:
+        """Of a tile on its SM."""
+        return 4.0 * self.tile_rows * self.layout.sequence * self.head_dim / SM_FLOP / (2 if self.causal else 1)
+
+    def tiles(self, kv_heads: int) -> int:
+        return self.batch * kv_heads * self.group * ceil(self.layout.sequence / self.tile_rows)
+
+    def exchange_ns(self, part: Sequence[tuple[int, int]], split: Split | None = None) -> float:
+        """Of key/value heads from … to of each rank; `split` if they are the rest."""
+        counts = [end - begin for begin, end in part]
+        row = self.batch * (self.group + 2) * self.head_bytes
+        sent = max(rows * (sum(counts) - mine) for rows, mine in zip(self.layout.local_rows, counts, strict=True)) * row
+        link = sent / LINK
+        if split is None:
+            return link + MEETING_NS
+        if not split.ctas:
+            return COPY * link + 2 * MEETING_NS
+        return max(link, max(self.layout.local_rows) * sum(counts) * row / (STORES * split.ctas)) + MEETING_NS
+
+
+def time_ns(p: Problem, split: Split | None) -> float:
+    """Of exchange and attention, on the rank that is last."""
+    parts = head_parts(p.kv_heads, split.first if split else 0)
+    before = p.exchange_ns(parts[0])
+    if split is None or len(parts) == 1:
+        return before + max(ceil(p.tiles(n) / p.sms) for n in p.kv_heads) * p.tile_ns
+    ready = p.exchange_ns(parts[1], split)
+    taken = split.ctas + 1 if split.ctas else 0  # the meeting behind the kernel waits beside it
+    both = [[p.tiles(end - begin) for begin, end in ranges] for ranges in zip(*parts, strict=True)]
+    return before + SPLIT_NS + max(_last_ns(first, rest, p.tile_ns, p.sms, taken, ready) for first, rest in both)
+
+
+def _last_ns(first: int, rest: int, tile: float, sms: int, taken: int, ready: float) -> float:
+    """When the last tile ends: `first` tiles from 0 on, `rest` more from `ready`, on `sms` of which `taken` are free from `ready` only."""
+    free = max(sms - taken, 1)
+    waves = min(ceil(ready / tile), ceil(first / free))  # that begin before the rest is there
+    begun = min(first, waves * free)
+    left = first + rest - begun
+    # SMs that are busy when the rest is there, until `waves` · tile; the others wait for it.
+    busy = (begun - (waves - 1) * free) if waves * tile > ready else 0
+    turns, more = divmod(left, sms)
+    idle = sms - busy
+    ends = [waves * tile + turns * tile if busy else 0.0, ready + turns * tile if turns else 0.0]
+    if more:
+        ends.append(ready + (turns + 1) * tile if more <= idle else waves * tile + (turns + 1) * tile)
+    return max(ends)
+
+
+@lru_cache(maxsize=64)
+def choose(p: Problem) -> Split | None:
+    """The split that takes least by `time_ns`; None if none takes less than all at once."""
+    splits = [Split(first, ctas) for ctas in (REST_CTAS, 0) for first in range(1, max(p.kv_heads))]
+    best = min(splits, key=lambda split: time_ns(p, split), default=None)
+    return best if best is not None and time_ns(p, best) < time_ns(p, None) else None
