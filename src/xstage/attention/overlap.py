@@ -103,7 +103,7 @@ def _last_ns(first: int, rest: int, tile: float, sms: int, taken: int, ready: fl
     busy = (begun - (waves - 1) * free) if waves * tile > ready else 0
     turns, more = divmod(left, sms)
     idle = sms - busy
-    ends = [waves * tile + turns * tile if busy else 0.0, ready + turns * tile if turns else 0.0]
+    ends = [waves * tile + (turns * tile if busy else 0.0), ready + turns * tile if turns else 0.0]
     if more:
         ends.append(ready + (turns + 1) * tile if more <= idle else waves * tile + (turns + 1) * tile)
     return max(ends)
