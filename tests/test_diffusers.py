@@ -70,7 +70,7 @@ def check_families(rank: int, world: int) -> None:
         whole = model(**inputs, return_dict=False)[0]
         before = state(model)
         enable(model)
-        with counted(AttentionA2A, "__call__") as calls:
+        with counted(AttentionA2A, "ulysses") as calls:
             split = model(**inputs, return_dict=False)[0]
         assert len(calls) == FUSED_CALLS.get(family, 2)
         assert torch.equal(model(**inputs, return_dict=False)[0], split)  # row counts are known now

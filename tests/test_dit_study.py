@@ -27,10 +27,11 @@ def at(us: float) -> Times:
 
 STEP = {
     "diffusers_native": at(1200), "diffusers_cudnn": at(1100), "ours": at(1000), "ours_push": at(1050), "ours_all_to_all": at(1040),
+    "ours_at_once": at(1020),
 }  # fmt: skip
 LAYER = {
     "diffusers_native": at(400), "alone_diffusers_native": at(320), "diffusers_cudnn": at(380), "alone_diffusers_cudnn": at(280),
-    "ours": at(290), "ours_push": at(330), "ours_all_to_all": at(325), "alone_ours": at(260),
+    "ours": at(290), "ours_at_once": at(300), "ours_push": at(330), "ours_all_to_all": at(325), "alone_ours": at(260),
     "exchange_packed": at(25), "exchange_all_to_all": at(60),
 }  # fmt: skip
 
@@ -39,7 +40,7 @@ def test_derived_answers() -> None:
     graph = {"ours": at(280), "alone_ours": at(260), "exchange_packed": at(22)}
     assert study.derived({"step": STEP, "layer": LAYER, "layer_graph": graph}, 20e3) == {
         "step_speedup": 1.1, "step_over_push": 1.05, "exposed_ours_ns": 30e3, "exposed_ours_push_ns": 70e3, "exposed_diffusers_ns": 100e3,
-        "layer_speedup": round(380 / 290, 4), "exposed_share": 0.3, "exposed_ours_graph_ns": 20e3,
+        "step_over_at_once": 1.02, "exposed_ours_at_once_ns": 40e3, "layer_speedup": round(380 / 290, 4), "exposed_share": 0.3, "exposed_ours_graph_ns": 20e3,
         "step_over_all_to_all": 1.04, "exposed_ours_all_to_all_ns": 65e3, "exchange_bound_ns": 20e3,
         "exchange_packed_ns": 25e3, "exchange_packed_over_bound": 1.25, "exchange_all_to_all_ns": 60e3,
         "exchange_all_to_all_over_bound": 3.0, "exchange_packed_graph_ns": 22e3, "exchange_packed_over_bound_graph": 1.1,
@@ -51,7 +52,7 @@ def test_derived_answers() -> None:
 def row(name: str, share: float, speedup: float) -> dict[str, Any]:
     times = {"step": STEP, "layer": LAYER}
     return {
-        "name": name, "heads": 24, "sequence": 4608,
+        "name": name, "heads": 24, "sequence": 4608, "first_heads": 2, "rest_ctas": 0,
         "derived": {**study.derived(times, 20e3), "exposed_share": share, "step_speedup": speedup},
         "groups": {group: {n: t.to_json() for n, t in measured.items()} for group, measured in times.items()},
     }  # fmt: skip
@@ -75,11 +76,19 @@ def test_table(tmp_path: Path) -> None:
     (tmp_path / "h200x2").mkdir()
     content = {"settings": {"world": 2, "layers": 3}, "rows": [row("FLUX.1 1024²", 0.3, 1.1)]}
     (tmp_path / "h200x2" / "dit.json").write_text(json.dumps(content))
-    line = "| FLUX.1 1024² | 24, 4,608 | 1,100 cudnn | 1,050 | 1,000 | 1.100× | 100 | 70 | 30 | 0.30 | – | – | – | – | 20 | 25 | 60 |"
-    assert line in tables.TABLES["dit"](tmp_path)
-    content["rows"][0]["groups"] = content["rows"][0]["derived"] = {}
+    line = "| FLUX.1 1024² | 24, 4,608 | 1,100 cudnn | 1,050 | 1,000 | 1.100× | 100 | 70 | 40 | 30 | 0.30 | – | – | – | – | – |"
+    assert f"{line} 2, copies | 20 | 25 | 60 |" in tables.TABLES["dit"](tmp_path)
+    content["rows"][0].update({"first_heads": 1, "rest_ctas": 12})
     (tmp_path / "h200x2" / "dit.json").write_text(json.dumps(content))
-    assert f"| FLUX.1 1024² | 24, 4,608 {'| – ' * 15}|" in tables.TABLES["dit"](tmp_path)
+    assert "| 1, 12 SMs | 20 |" in tables.TABLES["dit"](tmp_path)
+    content["rows"][0].update({"first_heads": 0, "rest_ctas": None})
+    (tmp_path / "h200x2" / "dit.json").write_text(json.dumps(content))
+    assert "| 0 | 20 |" in tables.TABLES["dit"](tmp_path)
+    # Rows that were measured when all heads came at once say nothing of it.
+    content["rows"][0]["groups"] = content["rows"][0]["derived"] = {}
+    del content["rows"][0]["first_heads"], content["rows"][0]["rest_ctas"]
+    (tmp_path / "h200x2" / "dit.json").write_text(json.dumps(content))
+    assert f"| FLUX.1 1024² | 24, 4,608 {'| – ' * 18}|" in tables.TABLES["dit"](tmp_path)
 
 
 def test_models_as_published() -> None:
@@ -183,7 +192,7 @@ def dry_run(rank: int, world: int) -> None:
         assert all(0 < e < 0.05 for e in found["errors"].values()), (name, found["errors"])
         assert set(found["groups"]) == {"step", "layer"}
         assert set(found["groups"]["layer"]) == {"diffusers_native", "alone_diffusers_native", "ours", "alone_ours"}, name
-        missing = {"ours_push", "ours_all_to_all", "exchange_packed", "exchange_all_to_all"}
+        missing = {"ours_at_once", "ours_push", "ours_all_to_all", "exchange_packed", "exchange_all_to_all"}
         assert found["missing"].keys() == {"diffusers_cudnn", *missing}
         assert {found["missing"][name] for name in missing} == {"runs as reference"}
         assert found["derived"]["exchange_bound_ns"] > 0

@@ -331,7 +331,7 @@ def _dit_table(results: Path) -> str:
             return "–" if best is None else f"{ns[best] / 1e3:,.0f} {best}".strip()
 
         def exposed(suffix: str, d: dict[str, float] = d) -> list[str]:
-            values = [d.get(f"exposed_{name}{suffix}_ns") for name in ("diffusers", "ours_push", "ours")]
+            values = [d.get(f"exposed_{name}{suffix}_ns") for name in ("diffusers", "ours_push", "ours_at_once", "ours")]
             share = d.get(f"exposed_share{suffix}")
             return [*("–" if v is None else f"{v / 1e3:,.0f}" for v in values), "–" if share is None else f"{share:.2f}"]
 
@@ -343,9 +343,12 @@ def _dit_table(results: Path) -> str:
         times = {n: f"{t['slowest_ns'] / 1e3:,.0f}" for n, t in groups.get("step", {}).items()}
         steps = [step("diffusers_"), times.get("ours_push", "–"), times.get("ours", "–")]
         speedup = f"{d['step_speedup']:.3f}×" if "step_speedup" in d else "–"
-        rows.append([r["name"], f"{r['heads']}, {r['sequence']:,}", *steps, speedup, *exposed(""), *exposed("_graph"), *exchange()])
+        how = {0: ", copies", None: ""}.get(r.get("rest_ctas"), f", {r.get('rest_ctas')} SMs")
+        first = f"{r['first_heads']}{how}" if "first_heads" in r else "–"
+        rows.append([r["name"], f"{r['heads']}, {r['sequence']:,}", *steps, speedup, *exposed(""), *exposed("_graph"), first, *exchange()])
     head = ["model", "heads, tokens", "step, diffusers", "ours, push", "ours, fused", "speedup", "exposed per layer: diffusers",
-            "ours, push", "ours, fused", "share", "in a graph: diffusers", "ours, push", "ours, fused", "share",
+            "ours, push", "ours, at once", "ours, fused", "share", "in a graph: diffusers", "ours, push", "ours, at once", "ours, fused",
+            "share", "heads first",
             "q, k, v alone: bound", "one kernel", "all-to-alls"]  # fmt: skip
     world, layers = (content["settings"][name] for name in ("world", "layers"))
     said = f"µs, slowest of {world} ranks, medians; {layers} blocks, random weights, bf16, batch 1; `results/h200x2/dit.json`."

@@ -52,7 +52,7 @@ try:
 except ImportError as error:
     raise UnsuitableMachine(f"diffusers: {error} (pip install 'xstage[diffusers]')") from error
 
-OPTIONS = ("max_sequence", "max_batch", "buffers", "variant", "timeout_s", "fallback")
+OPTIONS = ("max_sequence", "max_batch", "buffers", "variant", "timeout_s", "fallback", "first_heads")
 # What `tests/test_diffusers.py` holds against the whole model.
 TESTED = (
     "WanTransformer3DModel", "ChronoEditTransformer3DModel", "FluxTransformer2DModel", "Flux2Transformer2DModel",
@@ -78,7 +78,7 @@ def enable(
         copy: attention outputs are tensors of their own instead of views of the operator's buffers: for code that keeps
             an attention output beyond the next attention call.
         options: `max_sequence` and `max_batch` (buffers of at least that size from the start; they grow when a call needs it), and
-            `buffers`, `variant`, `timeout_s`, `fallback` of `AttentionA2A`.
+            `buffers`, `variant`, `timeout_s`, `fallback` of `AttentionA2A`; `first_heads` of `AttentionA2A.ulysses`.
 
     A model that is not one of `TESTED` is taken with a warning.
 
@@ -138,7 +138,8 @@ class _Ulysses(ParallelConfig):
         self.agreement = Agreement(self.group, tag, options.get("timeout_s", 30.0))
         self.forward: Any = None  # what is the same on all ranks about the forward that runs; None: not known
         self._turn, self._known = 0, dict[Any, list[tuple[int, ...]]]()
-        self._copy, self._options, self._operators = copy, options, dict[Any, AttentionA2A]()
+        self._copy, self._operators = copy, dict[Any, AttentionA2A]()
+        self._options, self._first_heads = {k: v for k, v in options.items() if k != "first_heads"}, options.get("first_heads")
         self.models = 0  # that use it
 
     @torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
@@ -176,7 +177,8 @@ class _Ulysses(ParallelConfig):
             mask = self._whole_mask(mask, q.shape[0], heads, k_rows, mask_rows)
         if mask is None and q_rows == k_rows and not dropout_p:
             operator = self._operator(q, q_rows, sum(heads))
-            return operator.ulysses(q, k, v, softmax_scale=scale, layout=_shards(q_rows), copy=self._copy)
+            chosen = {"copy": self._copy, "first_heads": self._first_heads}
+            return operator.ulysses(q, k, v, softmax_scale=scale, layout=_shards(q_rows), **chosen)
         why = "a mask" if mask is not None else "keys of another length" if q_rows != k_rows else "dropout"
         _warn_once(f"attention with {why} is exchanged after it ended, not by the fused kernel")
         q, k, v = (serial.to_heads(x, rows, heads, self.group) for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows)))

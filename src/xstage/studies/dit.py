@@ -10,7 +10,8 @@ worst of diffusers'.
   it exchanges lengths on the host in every layer); one variant for each attention backend of `BACKENDS` that runs. The fastest counts.
 * `ours`: `integrations.diffusers.enable`.
 * `ours_push`: the same, but attention and then a copy-engine push, the strongest serial path: what fusing gives, and what FA4 gives.
-* `ours_all_to_all`: the same as `ours`, but q, k and v by an all-to-all each: what their exchange in one kernel gives.
+* `ours_at_once`: the same as `ours`, but all heads are exchanged before any is attended: what hiding that exchange gives.
+* `ours_all_to_all`: the same as `ours_at_once`, but q, k and v by an all-to-all each: what their exchange in one kernel gives.
 
 Groups, each interleaved by itself (`bench.timing`):
 
@@ -44,6 +45,7 @@ import torch.distributed as dist
 
 from xstage.attention import serial
 from xstage.attention.layout import SequenceLayout
+from xstage.attention.overlap import Split
 from xstage.bench import timing
 from xstage.errors import UnsuitableMachine, XStageError
 from xstage.platform import load_platform
@@ -58,6 +60,8 @@ BACKENDS = {"native": "native", "cudnn": "_native_cudnn", "flash": "_native_flas
 PLATFORM = "h200-nvlink4"  # whose drain rate bounds the exchanges
 _FLOP_PER_NS = 5e5  # of a layer on an H200, for planning only
 MODELS = {slug(m.name): m for m in dit_models.MODELS}
+
+OURS = ("ours", "ours_at_once", "ours_push", "ours_all_to_all")
 
 Step = Callable[[], torch.Tensor]
 
@@ -161,6 +165,7 @@ class Variants:
     missing: dict[str, str]
     operators: Callable[[], list[Any]]
     close: Callable[[], None]
+    split: Split | None = None  # of an attention call of `ours`
 
 
 def variants(model: Model, transformer: Any, inputs: Mapping[str, Any], backends: Mapping[str, str] = BACKENDS) -> Variants:
@@ -200,10 +205,10 @@ def variants(model: Model, transformer: Any, inputs: Mapping[str, Any], backends
                 functions.pop(name, None)
             v.layers.pop(f"alone_{name}", None)
 
-    ours, enabled = {name: twin(transformer) for name in ("ours", "ours_push", "ours_all_to_all")}, []
+    ours, enabled = {name: twin(transformer) for name in OURS}, []
     layout = SequenceLayout.shards([model.rows(r, world) for r in range(world)])
     for name, made in ours.items():
-        enable(made, fallback="error")
+        enable(made, fallback="error", first_heads=0 if name == "ours_at_once" else None)
         enabled.append(made)
         ulysses = made._parallel_config
         # Row counts are known after the first call of a kind of forward, which `layer` is one of.
@@ -211,7 +216,7 @@ def variants(model: Model, transformer: Any, inputs: Mapping[str, Any], backends
         v.steps[name]()
         v.layers[name]()
         operators = list(ulysses._operators.values())
-        exchange = {"ours": "exchange_packed", "ours_all_to_all": "exchange_all_to_all"}.get(name)
+        exchange = {"ours_at_once": "exchange_packed", "ours_all_to_all": "exchange_all_to_all"}.get(name)
         modes = {operator.mode for operator in operators} | {operator.inputs.mode for operator in operators}
         if modes != {"fused", "kernel"}:
             reason = f"runs as {', '.join(sorted(modes))}"
@@ -222,6 +227,8 @@ def variants(model: Model, transformer: Any, inputs: Mapping[str, Any], backends
                 del v.steps[name], v.layers[name]
             continue
         for operator in operators:
+            if name == "ours":
+                v.split = operator.split
             if name == "ours_push":
                 operator.mode = "push"
             elif name == "ours_all_to_all":
@@ -305,6 +312,8 @@ def derived(times: Mapping[str, Mapping[str, timing.Times]], bound_ns: float = 0
             answers[f"step_speedup{suffix}"] = round(min(theirs) / ns["ours"], 4)
         if "ours" in ns and "ours_push" in ns:
             answers[f"step_over_push{suffix}"] = round(ns["ours_push"] / ns["ours"], 4)
+        if "ours" in ns and "ours_at_once" in ns:
+            answers[f"step_over_at_once{suffix}"] = round(ns["ours_at_once"] / ns["ours"], 4)
         if "ours" in ns and "ours_all_to_all" in ns:
             answers[f"step_over_all_to_all{suffix}"] = round(ns["ours_all_to_all"] / ns["ours"], 4)
         ns = {name: t.slowest_ns for name, t in times.get(f"layer{suffix}", {}).items()}
@@ -316,7 +325,7 @@ def derived(times: Mapping[str, Mapping[str, timing.Times]], bound_ns: float = 0
         called = {name: t for name, t in ns.items() if not name.startswith(("alone_", "exchange_"))}
         exposed = {name: t - ns.get(f"alone_{name}", ns.get("alone_ours", 0.0)) for name, t in called.items()}
         best = min((name for name in exposed if name.startswith("diffusers_")), key=ns.__getitem__, default=None)
-        for name in ("ours", "ours_push", "ours_all_to_all"):
+        for name in OURS:
             if name in exposed:
                 answers[f"exposed_{name}{suffix}_ns"] = round(exposed[name], 1)
         if best is not None:
@@ -464,6 +473,7 @@ def measure(
     return {
         "name": model.name, "layers": layers, "depth": model.depth, "heads": model.heads, "head_dim": model.head_dim,
         "sequence": model.sequence, "text": model.text, "image": model.image, "ulysses_anything": model.odd(world),
+        "first_heads": found.split.first if found.split else 0, "rest_ctas": found.split.ctas if found.split else None,
         "derived": derived(times, exchange_bound_ns(model, world, load_platform(PLATFORM, samples=False))),
         "errors": {name: float(f"{e:.4g}") for name, e in errors.items()}, "host_ns": host,
         "groups": {group: {name: t.to_json() for name, t in measured.items()} for group, measured in times.items()},
