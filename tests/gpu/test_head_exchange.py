@@ -10,6 +10,8 @@ Under pytest the file starts that command once and reports each section as a tes
 * delay: a rank that is late, and reads late while its peer goes on calling; without a meeting the same must fail on a single buffer, or the
   test proves nothing.
 * ulysses: the whole of it has the bits of the fused attention on the same heads; replayed in a graph; all-to-alls instead give the same.
+* split: the first heads ahead of the others, in every number that there is, sent by few CTAs or by copies: the bits of all at once, with
+  poisoned buffers, ranks that are late, calls back to back, on a side stream, and in replays with changing inputs; outputs and sums.
 * mismatch: ranks with different problems are refused on the host, and by the meeting when both problems are known. stream: a side stream.
 * bound: shapes of diffusion transformers take less than `SLACK` times what the link needs. dead: a peer that never comes.
 
@@ -26,7 +28,7 @@ import pytest
 import torch
 from sections import DEVICE, MARKS, RANK, WORLD, arguments, everywhere, main, outcome, say, settle
 
-SECTIONS = ("random", "replay", "delay", "ulysses", "mismatch", "stream", "bound", "dead")
+SECTIONS = ("random", "replay", "delay", "ulysses", "split", "mismatch", "stream", "bound", "dead")
 SLACK = 1.6
 
 pytestmark = MARKS
@@ -254,6 +256,108 @@ def ulysses(options: argparse.Namespace) -> None:
             settle()
 
 
+def poison(attend: Any) -> None:
+    """No rank stores before every rank's is in place."""
+    for owner in (attend.inputs, attend):
+        owner._buffer.local[4096:].fill_(0xFF)
+    attend._buffer.barrier(2)
+
+
+def split(options: argparse.Namespace) -> None:
+    from xstage.attention.op import AttentionA2A
+
+    most, begun, done = 1500, time.time(), 0
+    few = WORLD - 1
+    # Query heads of each rank, query heads per key/value head, head dim, batches, buffers, causal.
+    configurations = [
+        ([3] * WORLD, 1, 128, 1, 2, False), ([5, *[1] * few], 1, 128, 2, 1, False), ([4, *[8] * few], 2, 128, 2, 2, True),
+        ([9, *[3] * few], 3, 64, 1, 2, False), ([2, *[3] * few], 1, 64, 2, 3, True), ([4] * WORLD, 1, 128, 2, 1, False),
+    ]  # fmt: skip
+    configurations = configurations[: max(1, options.shapes)]
+    for number, (heads, group, head_dim, batches, buffers, causal) in enumerate(configurations):
+        draw = random.Random(31 + number)
+        counts = (sum(heads), sum(heads) // group, sum(heads) // group)
+        with AttentionA2A(
+            max_sequence=most, heads=counts[0], kv_heads=counts[1], heads_per_rank=heads, head_dim=head_dim, max_batch=batches,
+            max_local_rows=most, buffers=buffers, fallback="error", device=DEVICE,
+        ) as attend:  # fmt: skip
+
+            def run(mine: Any, layout: Any, first: int | None, ctas: int, attend: Any = attend, causal: bool = causal) -> Any:
+                attend.rest_ctas = ctas
+                return attend.ulysses(*mine, layout=layout, causal=causal, return_lse=True, first_heads=first)
+
+            for _ in range(max(1, options.shapes // 40)):
+                layout, batch = random_layout(draw, most), draw.randint(1, batches)
+                strides = draw.choice(["plain", "packed", "heads", "odd"])
+                mine = rows_of(whole(batch, layout.sequence, counts, head_dim, torch.bfloat16, done), layout, strides)
+                want = [t.clone() for t in run(mine, layout, 0, 1)]
+                assert attend.split is None
+                for first in range(group, max(heads) + 1, group):
+                    for ctas in (1, 12, 0):
+                        what = f"first {first} of {heads} / {group}, {ctas} CTAs, {batch}, {layout}, {strides}, {buffers} buffers"
+                        settle()
+                        poison(attend)
+                        late = draw.randrange(-1, WORLD)
+                        if late == RANK:
+                            torch.cuda._sleep(2_000_000)
+                        got = [run(mine, layout, first, ctas)]
+                        assert (attend.split is None) == (first == max(heads))
+                        ok = [same(got[0], want)]
+                        side = torch.cuda.Stream()
+                        side.wait_stream(torch.cuda.current_stream())
+                        with torch.cuda.stream(side):
+                            for _ in range(3):  # back to back
+                                got.append(run(mine, layout, first, ctas))
+                            ok.append(same(got[-1], want))
+                        torch.cuda.current_stream().wait_stream(side)
+                        assert everywhere(bool(torch.stack(ok).all())), f"not bitwise equal: {what}"
+                        done += 1
+                run(mine, layout, None, 12)
+            attend.check()
+            settle()
+            if number in (0, 1):
+                replay_split(options, attend, heads, head_dim, counts, run)
+    say(f"  {done} splits bitwise equal, {time.time() - begun:.0f} s")
+
+
+def replay_split(options: argparse.Namespace, attend: Any, heads: list[int], head_dim: int, counts: Any, run: Any) -> None:
+    from xstage.attention.layout import SequenceLayout
+
+    layout, pool = SequenceLayout.even(1001, WORLD), 5
+    pools = [rows_of(whole(1, layout.sequence, counts, head_dim, torch.bfloat16, 200 + i), layout) for i in range(pool)]
+    wanted = [[t.clone() for t in run(x, layout, 0, 1)] for x in pools]
+    wrong = torch.zeros(1, dtype=torch.int64, device="cuda")
+    for ctas in (12, 0):
+        given, want = ([[t.clone() for t in ts] for ts in (source[0], source[1])] for source in (pools, wanted))
+
+        def body(ctas: int = ctas, given: Any = given, want: Any = want) -> None:
+            for place, first in ((0, 1), (1, 2), (0, 0)):
+                wrong.add_(~same(run(given[place], layout, first, ctas), want[place]))
+
+        body()
+        torch.cuda.synchronize()
+        assert everywhere(int(wrong) == 0), f"{int(wrong)} wrong results of eager calls, {ctas} CTAs"
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            body()
+        settle()
+        for i in range(options.replays // 30):
+            for place in range(2):
+                index = (i * (place + 1) + place) % pool
+                for target, source in zip((*given[place], *want[place]), (*pools[index], *wanted[index]), strict=True):
+                    target.copy_(source)
+            if i % 7 == RANK:
+                torch.cuda._sleep(300_000)
+            graph.replay()
+            if i % 20 == 0:
+                wrong.add_(~same(run(given[0], layout, 1, 12), want[0]))
+        torch.cuda.synchronize()
+        attend.check()
+        assert everywhere(int(wrong) == 0), f"{int(wrong)} wrong results of replays, {ctas} CTAs, heads {heads}"
+        del graph
+        settle()
+
+
 def mismatch(options: argparse.Namespace) -> None:
     from xstage.attention.heads import HeadExchange
     from xstage.attention.layout import SequenceLayout
@@ -376,8 +480,8 @@ def dead(options: argparse.Namespace) -> None:
 
 
 RUNS = {
-    "random": random_shapes, "replay": replay, "delay": delay, "ulysses": ulysses, "mismatch": mismatch, "stream": stream, "bound": bound,
-    "dead": dead,
+    "random": random_shapes, "replay": replay, "delay": delay, "ulysses": ulysses, "split": split, "mismatch": mismatch, "stream": stream,
+    "bound": bound, "dead": dead,
 }  # fmt: skip
 
 
