@@ -195,6 +195,7 @@ class AttentionA2A:
         self.inputs: HeadExchange | None = None  # of `ulysses`, made by its first call
         self.split: Split | None = None  # how the last call of `ulysses` was split; None: not
         self.rest_ctas: int | None = None  # for measurement: see `overlap.Split`
+        self._splits: dict[tuple[int, SequenceLayout, bool, int | None], Split | None] = {}
         self._side: torch.cuda.Stream | None = None
         self._handle = next(_ids)
         _OBJECTS[self._handle] = self
@@ -265,8 +266,7 @@ class AttentionA2A:
                 timeout_s=self.timeout_s, fallback=self._fallback,
             )  # fmt: skip
         self._check_rows(where)  # before anything is sent
-        self.inputs.check_arguments(q, k, v, where)
-        self.split = self._split(q, where, causal, first_heads)
+        self.split = self._split((q, k, v), where, causal, first_heads)
         first, ctas = (self.split.first, self.split.ctas) if self.split else (0, 0)
         x, rest = self.inputs.in_parts(q, k, v, where, first, ctas)
         scale = self.head_dim**-0.5 if softmax_scale is None else softmax_scale
@@ -282,24 +282,32 @@ class AttentionA2A:
         if first_heads is not None and first_heads % group:
             raise XStageError(f"first_heads: {first_heads} must be a multiple of {group} (query heads per key/value head)")
 
-    def _split(self, q: torch.Tensor, layout: SequenceLayout, causal: bool, first_heads: int | None) -> Split | None:
+    def _split(
+        self, x: tuple[torch.Tensor, torch.Tensor, torch.Tensor], layout: SequenceLayout, causal: bool, first_heads: int | None
+    ) -> Split | None:  # fmt: skip
         """How a call of `ulysses` is split; the same on every rank."""
         assert self.inputs is not None
         if self.mode != "fused" or self.inputs.mode != "kernel" or first_heads == 0:
             return None
-        if first_heads is None:
-            from xstage.attention import kernel_sm90
+        key = (x[0].shape[0], layout, causal, first_heads)
+        if key not in self._splits:
+            self.inputs.check_arguments(*x, layout)
+            self._splits[key] = self._choose_split(*key)
+        split = self._splits[key]
+        return split if split is None or self.rest_ctas is None else Split(split.first, self.rest_ctas)
 
-            problem = Problem(
+    def _choose_split(self, batch: int, layout: SequenceLayout, causal: bool, first_heads: int | None) -> Split | None:
+        from xstage.attention import kernel_sm90
+
+        if first_heads is not None:
+            first = first_heads * sum(self.kv_heads_per_rank) // self.heads
+            return Split(first) if len(lay.head_parts(self.kv_heads_per_rank, first)) > 1 else None
+        return choose(
+            Problem(
                 layout, self.heads_per_rank, self.kv_heads_per_rank, self.head_dim, self.head_dim * self.dtype.itemsize,
-                kernel_sm90.tile_shape(self.head_dim, causal)[0], _sms(self.device), q.shape[0], causal,
-            )  # fmt: skip
-            split = choose(problem)
-        else:
-            split = Split(first_heads * sum(self.kv_heads_per_rank) // self.heads)
-        if split is None or len(lay.head_parts(self.kv_heads_per_rank, split.first)) == 1:
-            return None
-        return split if self.rest_ctas is None else Split(split.first, self.rest_ctas)
+                kernel_sm90.tile_shape(self.head_dim, causal)[0], _sms(self.device), batch, causal,
+            )
+        )  # fmt: skip
 
     def with_kernel(self, kernel: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Any]) -> Callable[..., torch.Tensor]:
         """Another attention kernel, fused without touching it: its output argument lies in the peers' buffers, one launch per destination.

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import ceil
 
 from xstage.attention.layout import SequenceLayout, head_parts
@@ -109,7 +108,6 @@ def _last_ns(first: int, rest: int, tile: float, sms: int, taken: int, ready: fl
     return max(ends)
 
 
-@lru_cache(maxsize=64)
 def choose(p: Problem) -> Split | None:
     """The split that takes least by `time_ns`; None if none takes less than all at once."""
     splits = [Split(first, ctas) for ctas in (REST_CTAS, 0) for first in range(1, max(p.kv_heads))]

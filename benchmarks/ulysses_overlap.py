@@ -1,0 +1,137 @@
+"""How much of the exchange of q, k and v attention hides, over how many heads come first and how the rest is sent.
+
+    torchrun --nproc-per-node 2 benchmarks/ulysses_overlap.py --out result.json [--models wan_14b_480p flux_1_2048 flux_1_1024]
+        [--first 1 2 3 4] [--ctas 8 12 16 24 0]
+
+Shapes of diffusion transformers (`studies.dit_models`), bf16, batch 1; all in CUDA graphs, interleaved. `alone`: flash-attn-4 on this
+rank's heads. `at_once`: `AttentionA2A.ulysses` with all heads first; `chosen`: as the model chooses; `N_by_C`: N heads of every rank first,
+the rest sent by C CTAs (0: by the copy engines). `exchange` is that of all heads alone, `parts_N_by_C` both parts of it, one after the
+other, nothing beside them. A row says what each exposes (its time less `alone`), and what the model expected.
+
+Each split's output must have the bits of `at_once` first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+import torch
+import torch.distributed as dist
+
+import xstage
+from xstage.attention import serial
+from xstage.attention.layout import SequenceLayout
+from xstage.attention.overlap import Problem, Split, choose, time_ns
+from xstage.bench import timing
+from xstage.errors import XStageError
+from xstage.studies.dit import MODELS
+from xstage.studies.dit_models import Model
+
+FLOP_PER_NS = 6e5  # of a rank, to choose the calls of a graph
+TILE_ROWS, SMS = 128, 132
+
+
+def problem(model: Model, attend: xstage.AttentionA2A, layout: SequenceLayout) -> Problem:
+    heads = attend.heads_per_rank
+    return Problem(layout, heads, attend.kv_heads_per_rank, model.head_dim, 2 * model.head_dim, TILE_ROWS, SMS)
+
+
+def measure(model: Model, firsts: list[int], ctas: list[int], rounds: int) -> dict[str, Any]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    layout = SequenceLayout.shards([model.rows(r, world) for r in range(world)])
+    generator = torch.Generator(device="cuda").manual_seed(rank)
+
+    def draw(rows: int, heads: int) -> list[torch.Tensor]:
+        size = (1, rows, heads, model.head_dim)
+        return [torch.randn(size, device="cuda", generator=generator, dtype=torch.bfloat16) for _ in range(3)]
+
+    mine = draw(layout.local_rows[rank], model.heads)
+    with xstage.AttentionA2A(
+        max_sequence=layout.sequence, heads=model.heads, head_dim=model.head_dim, max_local_rows=max(layout.local_rows), fallback="error"
+    ) as attend:
+        here = draw(layout.sequence, attend.heads_per_rank[rank])
+
+        def call(split: Split | None, chosen: bool = False) -> torch.Tensor:
+            attend.rest_ctas = None if split is None else split.ctas
+            first = None if chosen else split.first if split else 0
+            out: torch.Tensor = attend.ulysses(*mine, layout=layout, first_heads=first)
+            return out
+
+        def parts(split: Split) -> None:
+            assert attend.inputs is not None
+            attend.inputs.in_parts(*mine, layout, split.first, split.ctas)[1]()
+
+        splits = [Split(first, n) for first in firsts if first < max(attend.heads_per_rank) for n in ctas]
+        want = call(None).clone()
+        for split in [*splits, None]:
+            same = torch.equal(call(split, chosen=split is None), want)
+            if not all(timing.gather(same)):
+                raise XStageError(f"{split}: the output is not that of all heads at once")
+        names = {split: f"{split.first}_by_{split.ctas}" for split in splits}
+        functions: dict[str, Callable[[], Any]] = {
+            "alone": lambda: serial.attention(*here)[0], "at_once": partial(call, None), "chosen": partial(call, None, True),
+            "exchange": lambda: attend.inputs(*mine, layout),  # type: ignore[misc]
+            **{names[split]: partial(call, split) for split in splits},
+            **{f"parts_{names[split]}": partial(parts, split) for split in splits if split.first == firsts[0]},
+        }  # fmt: skip
+        calls = timing.launches_for(model.attention_flop / world / FLOP_PER_NS, least=1)
+        graphs = {}
+        for name, function in functions.items():
+            timing.meet()
+            graphs[name] = serial.graphed(function, calls, 1)
+        times = timing.interleaved(graphs, calls=calls, rounds=rounds, pause_s=0.03)
+        attend.check()
+        timing.meet()
+        p = problem(model, attend, layout)
+        graphs.clear()
+    ns = {name: t.slowest_ns for name, t in times.items()}
+    attended = p.tile_ns * max(-(-p.tiles(n) // p.sms) for n in p.kv_heads)
+    expected = {names[split]: time_ns(p, split) for split in splits} | {"at_once": time_ns(p, None), "chosen": time_ns(p, choose(p))}
+    best = choose(p)
+    return {
+        "name": model.name, "heads": model.heads, "sequence": model.sequence, "calls": calls,
+        "chosen": None if best is None else f"{best.first}_by_{best.ctas}",
+        "times": {name: t.to_json() for name, t in times.items()},
+        "exposed_us": {name: round((t - ns["alone"]) / 1e3, 1) for name, t in ns.items() if name in expected},
+        "expected_us": {name: round((t - attended) / 1e3, 1) for name, t in expected.items()},
+        "alone_us": {name: round(t / 1e3, 1) for name, t in ns.items() if name not in expected},
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["flux_1_1024", "flux_1_2048", "wan_14b_480p"])
+    parser.add_argument("--first", nargs="+", type=int, default=[1, 2, 3, 4])
+    parser.add_argument("--ctas", nargs="+", type=int, default=[8, 12, 16, 24, 0])
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    timing.start_group("benchmarks/ulysses_overlap.py")
+    rank, begun = dist.get_rank(), time.monotonic()
+    settings = {name: getattr(options, name) for name in ("models", "first", "ctas", "rounds")} | {"dtype": "bfloat16", "batch": 1}
+    file = timing.ResultFile(options.out, "ulysses_overlap", write=rank == 0, settings=settings)
+    done = set(timing.gather([row["name"] for row in file.content["rows"]])[0])
+    for model in (MODELS[name] for name in options.models if MODELS[name].name not in done):
+        row = measure(model, options.first, options.ctas, options.rounds)
+        file.add(row)
+        torch.cuda.empty_cache()
+        if rank == 0:
+            print(f"{row['name']}: chosen {row['chosen']} ({time.monotonic() - begun:.0f} s)", file=sys.stderr)
+            print(f"  alone, µs: {row['alone_us']}", file=sys.stderr)
+            for name, exposed in sorted(row["exposed_us"].items(), key=lambda item: item[1]):
+                print(f"  {name:10s} exposes {exposed:7.1f} µs, expected {row['expected_us'][name]:7.1f}", file=sys.stderr, flush=True)
+    file.finish()
+    timing.meet()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
