@@ -29,19 +29,13 @@ import torch.distributed as dist
 import xstage
 from xstage.attention import serial
 from xstage.attention.layout import SequenceLayout
-from xstage.attention.overlap import Problem, Split, choose, time_ns
+from xstage.attention.overlap import Split, attention_ns, choose, time_ns
 from xstage.bench import timing
 from xstage.errors import XStageError
 from xstage.studies.dit import MODELS
-from xstage.studies.dit_models import Model
+from xstage.studies.dit_models import Model, overlap_problem
 
 FLOP_PER_NS = 6e5  # of a rank, to choose the calls of a graph
-TILE_ROWS, SMS = 128, 132
-
-
-def problem(model: Model, attend: xstage.AttentionA2A, layout: SequenceLayout) -> Problem:
-    heads = attend.heads_per_rank
-    return Problem(layout, heads, attend.kv_heads_per_rank, model.head_dim, 2 * model.head_dim, TILE_ROWS, SMS)
 
 
 def measure(model: Model, firsts: list[int], ctas: list[int], rounds: int) -> dict[str, Any]:
@@ -90,10 +84,9 @@ def measure(model: Model, firsts: list[int], ctas: list[int], rounds: int) -> di
         times = timing.interleaved(graphs, calls=calls, rounds=rounds, pause_s=0.03)
         attend.check()
         timing.meet()
-        p = problem(model, attend, layout)
         graphs.clear()
+    p = overlap_problem(model, world)
     ns = {name: t.slowest_ns for name, t in times.items()}
-    attended = p.tile_ns * max(-(-p.tiles(n) // p.sms) for n in p.kv_heads)
     expected = {names[split]: time_ns(p, split) for split in splits} | {"at_once": time_ns(p, None), "chosen": time_ns(p, choose(p))}
     best = choose(p)
     return {
@@ -101,7 +94,7 @@ def measure(model: Model, firsts: list[int], ctas: list[int], rounds: int) -> di
         "chosen": None if best is None else f"{best.first}_by_{best.ctas}",
         "times": {name: t.to_json() for name, t in times.items()},
         "exposed_us": {name: round((t - ns["alone"]) / 1e3, 1) for name, t in ns.items() if name in expected},
-        "expected_us": {name: round((t - attended) / 1e3, 1) for name, t in expected.items()},
+        "expected_us": {name: round((t - attention_ns(p)) / 1e3, 1) for name, t in expected.items()},
         "alone_us": {name: round(t / 1e3, 1) for name, t in ns.items() if name not in expected},
     }  # fmt: skip
 

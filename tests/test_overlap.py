@@ -21,20 +21,17 @@ from hypothesis import strategies as st
 
 from xstage.attention import entry, overlap
 from xstage.attention import op as module
-from xstage.attention.layout import SequenceLayout, head_shards
+from xstage.attention.layout import SequenceLayout
 from xstage.attention.op import AttentionA2A, Variant
 from xstage.attention.overlap import Problem, Split, choose, time_ns
 from xstage.errors import XStageError
-from xstage.studies.dit_models import MODELS
+from xstage.studies.dit_models import MODELS, overlap_problem
 
 # ---- the model
 
 
 def problem(name: str, world: int = 2) -> Problem:
-    model = next(m for m in MODELS if m.name == name)
-    heads, _ = head_shards(model.heads, model.heads, world)
-    layout = SequenceLayout.shards([model.rows(rank, world) for rank in range(world)])
-    return Problem(layout, heads, heads, model.head_dim, 2 * model.head_dim, 128, 132)
+    return overlap_problem(next(m for m in MODELS if m.name == name), world)
 
 
 def placed(first: int, rest: int, tile: int, sms: int, taken: int, ready: int) -> int:
@@ -62,6 +59,7 @@ def test_time_by_hand() -> None:
     assert p.tile_ns == 4 * 128 * 384 * 128 / overlap.SM_FLOP
     whole = 256 * 2 * row / overlap.LINK + overlap.MEETING_NS
     assert time_ns(p, None) == pytest.approx(whole + 3 * p.tile_ns)  # 12 tiles on 4 SMs
+    assert overlap.attention_ns(p) == 3 * p.tile_ns
     assert p.exchange_ns([(0, 1), (0, 1)]) == pytest.approx(256 * row / overlap.LINK + overlap.MEETING_NS)
     assert p.exchange_ns([(0, 1), (0, 1)], Split(1, 1)) == pytest.approx(256 * 2 * row / overlap.STORES + overlap.MEETING_NS)
     assert p.exchange_ns([(0, 1), (0, 1)], Split(1, 0)) > p.exchange_ns([(0, 1), (0, 1)], Split(1, 12))

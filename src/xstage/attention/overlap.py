@@ -80,12 +80,17 @@ class Problem:
         return max(link, max(self.layout.local_rows) * sum(counts) * row / (STORES * split.ctas)) + MEETING_NS
 
 
+def attention_ns(p: Problem) -> float:
+    """Of attention alone, on the rank that is last."""
+    return max(ceil(p.tiles(n) / p.sms) for n in p.kv_heads) * p.tile_ns
+
+
 def time_ns(p: Problem, split: Split | None) -> float:
     """Of exchange and attention, on the rank that is last."""
     parts = head_parts(p.kv_heads, split.first if split else 0)
     before = p.exchange_ns(parts[0])
     if split is None or len(parts) == 1:
-        return before + max(ceil(p.tiles(n) / p.sms) for n in p.kv_heads) * p.tile_ns
+        return before + attention_ns(p)
     ready = p.exchange_ns(parts[1], split)
     taken = split.ctas + 1 if split.ctas else 0  # the meeting behind the kernel waits beside it
     both = [[p.tiles(end - begin) for begin, end in ranges] for ranges in zip(*parts, strict=True)]

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from xstage.attention.overlap import attention_ns, choose, time_ns
 from xstage.burst_gap import knee_bytes_per_producer
 from xstage.calibration.fit import held_out
 from xstage.errors import XStageError
@@ -22,7 +23,7 @@ from xstage.platform import METHODS, KiB, MiB, Platform, load_platform
 from xstage.predict import predict, text
 from xstage.simulate.mega_moe import DUPLEX
 from xstage.studies.dit_models import MODELS as DIT_MODELS
-from xstage.studies.dit_models import exchange_bound_ns
+from xstage.studies.dit_models import SMS, exchange_bound_ns, overlap_problem
 from xstage.studies.eight_tables import TABLES as EIGHT
 from xstage.studies.moe_lead_table import moe_lead_table
 from xstage.studies.moe_orders_table import moe_orders_table
@@ -365,6 +366,22 @@ def _exchange_bound_table(_results: Path) -> str:
     return grid(["model", "heads, tokens", "2 GPUs", "4", "8"], rows) + f"\n\n{said}; platform `h200-nvlink4`."
 
 
+def _overlap_table(_results: Path) -> str:
+    rows = []
+    for m in DIT_MODELS:
+        cells = []
+        for world in (2, 4, 8):
+            p = overlap_problem(m, world)
+            split = choose(p)
+            how = "all" if split is None else f"{split.first}, {f'{split.ctas} SMs' if split.ctas else 'copies'}"
+            once, chosen = (f"{(time_ns(p, way) - attention_ns(p)) / 1e3:,.0f}" for way in (None, split))
+            cells += [how, once, chosen]
+        rows.append([m.name, f"{max(overlap_problem(m, 2).tiles(n) for n in overlap_problem(m, 2).kv_heads) / SMS:.2f}", *cells])
+    head = ["model", "waves of attention", "2 GPUs: heads first", "at once", "chosen", "4: heads first", "at once", "chosen",
+            "8: heads first", "at once", "chosen"]  # fmt: skip
+    return grid(head, rows) + "\n\nµs exposed per layer before attention ends, as `xstage.attention.overlap` expects; not measured."
+
+
 def _head_exchange_table(results: Path) -> str:
     rows = [
         [
@@ -543,6 +560,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "attention-designs": _attention_designs_table,
     "dit": _dit_table,
     "exchange-bound": _exchange_bound_table,
+    "ulysses-overlap": _overlap_table,
     "head-exchange": _head_exchange_table,
     "moe": _moe_table,
     "moe-orders": moe_orders_table,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xstage.attention.layout import SequenceLayout, head_shards, sent_bytes
+from xstage.attention.overlap import Problem
 from xstage.platform import Platform
 
 
@@ -91,6 +92,16 @@ MODELS = (
     Model("Wan 1.3B 480p", "wan", (21, 30, 52), 512, 30, {**_WAN, "num_attention_heads": 12, "ffn_dim": 8960}),
     Model("Wan 14B 480p", "wan", (21, 30, 52), 512, 40, {**_WAN, "num_attention_heads": 40, "ffn_dim": 13824}),
 )
+
+
+TILE_ROWS, SMS = 128, 132  # of the attention kernel for heads of 128; of an H200
+
+
+def overlap_problem(model: Model, world: int) -> Problem:
+    """An attention layer in bf16, as the choice of first heads sees it."""
+    heads, _ = head_shards(model.heads, model.heads, world)
+    layout = SequenceLayout.shards([model.rows(rank, world) for rank in range(world)])
+    return Problem(layout, heads, heads, model.head_dim, 2 * model.head_dim, TILE_ROWS, SMS)
 
 
 def exchange_bound_ns(model: Model, world: int, platform: Platform) -> float:
