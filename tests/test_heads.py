@@ -7,6 +7,7 @@ meet must fail the same test. Not covered: the order of memory and time (tests/g
 
 from __future__ import annotations
 
+import ctypes
 import random
 import re
 from contextlib import nullcontext
@@ -327,6 +328,45 @@ def test_rows_arrive_and_nothing_that_is_read_is_overwritten(case: Case, monkeyp
         assert exchange._watch.status.value.tolist() == [0]  # type: ignore[attr-defined]
         assert exchange._control.value.tolist() == [count * len(machine.plans[rank].parts), 0]
         assert (machine.untouched(rank) == POISON).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_copies_go_where_the_kernel_stores(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both parts by copies, between tensors of this process."""
+
+    def copy_rows(to: int, to_step: int, source: int, source_step: int, width: int, rows: int, _stream: int) -> None:
+        for i in range(rows):
+            ctypes.memmove(to + i * to_step, source + i * source_step, width)
+
+    monkeypatch.setattr(he, "copy_rows", copy_rows)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    machine = Machine(case, monkeypatch)
+    buffers = [torch.full((machine.size,), 255, dtype=torch.uint8) for _ in case.rows]
+    addresses = [buffer.data_ptr() for buffer in buffers]
+    whole, turn = machine.draw(torch.Generator().manual_seed(8)), case.buffers - 1
+    for rank, exchange in enumerate(machine.exchanges):
+        exchange._buffer = SimpleNamespace(addresses=addresses)  # type: ignore[assignment]
+        mine = [x[:, reference.rows_of(case.layout, rank)] for x in whole]
+        packed = torch.cat([x.flatten(2) for x in mine], 2).split([x.shape[2] * x.shape[3] for x in mine], 2)
+        q, k, v = (p.unflatten(2, x.shape[2:]) for p, x in zip(packed, mine, strict=True))
+        assert all(he.side_by_side(x) for x in (q, k, v))
+        for part in machine.plans[rank].parts:
+            exchange._copy((q, k, v), machine.call, turn, part)
+    for rank, buffer in enumerate(buffers):
+        for (start, shape, dtype), want in zip(machine.plans[rank].outs[turn], machine.want(whole, rank), strict=True):  # type: ignore[misc]
+            part = buffer[start : start + want.numel() * 2]
+            assert torch.equal(part.view(dtype).view(shape), want)
+            part.fill_(255)
+        assert (buffer == 255).all()  # nothing else was written
+
+
+def test_heads_side_by_side() -> None:
+    x = torch.empty(1, 6, 3, 8)
+    assert he.side_by_side(x)
+    assert he.side_by_side(x[:, ::2])
+    assert not he.side_by_side(x.transpose(1, 2).contiguous().transpose(1, 2))
+    assert not he.side_by_side(x[:, :1].expand(1, 6, 3, 8))
 
 
 @needs_compiler

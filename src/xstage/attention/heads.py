@@ -441,8 +441,8 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def side_by_side(x: torch.Tensor) -> bool:
-    """Whether the heads of a row lie one behind the other."""
-    return bool(x.shape[2] == 1 or x.stride(2) == x.shape[3])
+    """Whether the heads of a row lie one behind the other, and the rows apart: what a strided copy can read."""
+    return bool((x.shape[2] == 1 or x.stride(2) == x.shape[3]) and x.stride(1) >= x.shape[2] * x.shape[3])
 
 
 def copy_rows(to: int, to_step: int, source: int, source_step: int, width: int, rows: int, stream: int) -> None:
