@@ -107,7 +107,7 @@ def attention(sequence: int = 300, heads: int = 2, head_dim: int = 128) -> None:
                 ratio = float((out.cpu().double() - exact).norm() / (plain - exact).norm())
                 assert ratio <= 2, f"{kv_heads} key heads, causal {causal}: {ratio} × the error of plain bfloat16"
                 assert bool(lse.isfinite().all()), f"{kv_heads} key heads, causal {causal}: log-sum-exp"
-                attend.ulysses(*mine, causal=causal, layout=layout)
+                attend.ulysses(*mine, causal=causal, layout=layout, first_heads=heads // kv_heads)
                 attend.check()
             settle()
         say(f"attention, {kv_heads} key heads, causal {causal}: {time.time() - begun:.0f} s")
