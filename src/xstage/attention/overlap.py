@@ -6,10 +6,12 @@ attention, beside which the rest arrives. Two things make that more than the sum
 * Attention comes in tiles that take an SM each and all take the same time, up to some 400 µs. SMs that send the rest start their tiles
   later; where tiles fill the GPU's waves, that costs a wave. Where they do not, it costs nothing: the last wave has room.
 * Copies by the copy engines take no SM, and `COPY` times as long.
+* While the rest travels, attention is slower, however it is sent: `BESIDE` of that time is not hidden. What both want is presumably the way
+  to the L2 cache.
 
 So `time_ns` places tiles on SMs, and `choose` compares. Rates are of an H200, measured; on another GPU another choice may be faster.
 
-Not covered: what the two take from each other of memory and power; causal tiles, which differ in length (their mean stands for them).
+Not covered: causal tiles, which differ in length (their mean stands for them).
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from math import ceil
 from xstage.attention.layout import SequenceLayout, head_parts
 
 LINK = 372.5  # bytes/ns that leave a rank: R of platform `h200-nvlink4`
-STORES = 64.5  # bytes/ns that an SM stores: the same platform's issue floor
+STORES = 45.0  # bytes/ns that an SM moves of the rest: benchmarks/ulysses_overlap.py, parts alone, 12 to 14 SMs (20 move no more)
 SM_FLOP = 5.7e3  # flop/ns of an SM: results/h200x2/attention.json, waves of flash-attn-4 at 4,096 to 32,768 rows (5.5 to 5.85)
 COPY = 1.5  # time of copies over that of the kernel: results/h200x2/head-exchange.json
 MEETING_NS = 6e3  # of an exchange, beyond its bytes: docs/diffusers.md, exchanges alone in a graph
 SPLIT_NS = 12e3  # fork, join, launches and a meeting more: an estimate
-REST_CTAS = 12  # SMs that store 774 bytes/ns: as many as two ranks at R, of whose stores half stay at home
+BESIDE = 0.25  # of the time that the rest takes: what benchmarks/ulysses_overlap.py measured beyond the rest of this model
+REST_CTAS, CTAS = 14, (14, 20, 0)  # SMs that send the rest by default, and what `choose` tries
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def time_ns(p: Problem, split: Split | None) -> float:
     ready = p.exchange_ns(parts[1], split)
     taken = split.ctas + 1 if split.ctas else 0  # the meeting behind the kernel waits beside it
     both = [[p.tiles(end - begin) for begin, end in ranges] for ranges in zip(*parts, strict=True)]
-    return before + SPLIT_NS + max(_last_ns(first, rest, p.tile_ns, p.sms, taken, ready) for first, rest in both)
+    return before + SPLIT_NS + BESIDE * ready + max(_last_ns(first, rest, p.tile_ns, p.sms, taken, ready) for first, rest in both)
 
 
 def _last_ns(first: int, rest: int, tile: float, sms: int, taken: int, ready: float) -> float:
@@ -115,6 +118,6 @@ def _last_ns(first: int, rest: int, tile: float, sms: int, taken: int, ready: fl
 
 def choose(p: Problem) -> Split | None:
     """The split that takes least by `time_ns`; None if none takes less than all at once."""
-    splits = [Split(first, ctas) for ctas in (REST_CTAS, 0) for first in range(1, max(p.kv_heads))]
+    splits = [Split(first, ctas) for ctas in CTAS for first in range(1, max(p.kv_heads))]
     best = min(splits, key=lambda split: time_ns(p, split), default=None)
     return best if best is not None and time_ns(p, best) < time_ns(p, None) else None
