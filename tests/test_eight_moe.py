@@ -59,7 +59,7 @@ def test_a_rank_of_four_by_hand() -> None:
     rate = float(platform.method("st_global").drain_rate(132))
     assert row["bytes_over_rate_ns"] == pytest.approx(256 * 8 * 0.75 * (row_bytes(m.hidden) + RESULT_BYTES * m.hidden) / rate)
     assert row["bytes_over_rate_ns"] <= row["in_step_ns"] <= 4 * row["bytes_over_rate_ns"]
-    assert row["auto"] == auto_order(m.intermediate, 0.75, 64)
+    assert row["auto"] == auto_order(m.intermediate, 0.75)
     assert row[row["faster"]]["time_ns"] == min(row[order]["time_ns"] for order in ORDERS)
     for order in ORDERS:
         assert row[order]["time_ns"] >= row[order]["local_ns"]

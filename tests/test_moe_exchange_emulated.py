@@ -249,7 +249,7 @@ def check_rows(machine: Machine, counts: torch.Tensor, fresh: bool) -> list[torc
 CASES = [
     *(
         case
-        for order, other in ((None, None), ("interleaved", "expert_wave"))
+        for order, other in ((None, None), ("interleaved", "linear1_first"))
         for case in (
             Case((21, 0), 4, 2, "any", True, False, order),
             Case((3, 131, 17), 6, 3, "one", False, True, order),  # pieces of the list lie across tiles

@@ -95,17 +95,18 @@ def plan_layer(
     f = 1 - 1 / ranks if share is None else share
     own = order_of("interleaved", model, platform).lead_rows
     most = max(sum(-(-n // TILE_ROWS) for n in counts[r * len(counts) // ranks : (r + 1) * len(counts) // ranks]) for r in range(ranks))
-    leads = [None, *(lead for lead in (round(factor * own) for factor in LEAD_FACTORS) if lead < most), most]
+    leads = [None, *(lead for lead in (round(factor * own) for factor in LEAD_FACTORS) if lead < most)]
     found: dict[tuple[str, int], Candidate] = {}
-    for schedule, lead_rows in [("expert_wave", None), *(("interleaved", lead) for lead in leads)]:
+    for schedule, lead_rows in [("expert_wave", None), ("linear1_first", None), *(("interleaved", lead) for lead in leads)]:
         order = order_of(schedule, model, platform, lead_rows)
         if (schedule, order.lead) in found:
             continue
         there, here = (simulate_layer(model, counts, f, order, ranks, platform, LINES[weights], remote=remote) for remote in (True, False))
+        lead = most if schedule == "linear1_first" else order.lead_rows
         stall = mean(max(a.period_ns - b.period_ns, 0.0) for a, b in zip(there, here, strict=True))
-        found[schedule, order.lead] = Candidate(schedule, lead_rows, order.lead_rows, max(run.time_ns for run in there), stall)
+        found[schedule, order.lead] = Candidate(schedule, lead_rows, lead, max(run.time_ns for run in there), stall)
     candidates = tuple(sorted(found.values(), key=lambda c: c.time_ns))
-    schedule = auto_order(model.intermediate, f, -(-sum(counts) // len(counts)))
+    schedule = auto_order(model.intermediate, f)
     auto = next(c for c in candidates if c.schedule == schedule and c.lead_rows is None)
     choice = taken({_said(c): c.time_ns for c in candidates}, _said(auto))
     return LayerPlan(model.name, platform.name, f, auto, next(c for c in candidates if _said(c) == choice), candidates)

@@ -171,7 +171,7 @@ def test_swiglu(k: int, n: int, clamp: float | None) -> None:
         assert scales[:, used:].isnan().all()
 
 
-@pytest.mark.parametrize("name", ["interleaved", "alternating", "expert_wave"])
+@pytest.mark.parametrize("name", ["interleaved", "alternating", "expert_wave", "linear1_first"])
 @pytest.mark.parametrize(("k", "n"), [(512, 1024), (1024, 512), (1536, 1536)])
 def test_both_layers_in_one_kernel(k: int, n: int, name: str) -> None:
     both_layers(k, n, name)
@@ -254,7 +254,7 @@ def test_mxfp4_is_what_fp8_kernels_make_of_the_folded_weights(k: int, n: int) ->
         assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
 
 
-@pytest.mark.parametrize("name", ["interleaved", "alternating", "expert_wave"])
+@pytest.mark.parametrize("name", ["interleaved", "alternating", "expert_wave", "linear1_first"])
 @pytest.mark.parametrize(("k", "n"), [(512, 1024), (1024, 512), (1536, 1536)])
 def test_mxfp4_both_layers_in_one_kernel(k: int, n: int, name: str) -> None:
     both_layers(k, n, name, codes=True)

@@ -52,7 +52,10 @@ KINDS = (
 SMALL, MIDDLE = (512, 256, 8, 2, 200), (1024, 512, 16, 4, 600)
 ALONE = (1024, 512, 16, 4, 601)  # sizes of one test, whose kernels nobody has launched before
 LARGE = ((2048, 768, 64, 8, 2000), (1024, 1024, 32, 4, 3000))
-SCHEDULES = (("serial", None), ("interleaved", None), ("interleaved", 1), ("alternating", 40), ("expert_wave", None))
+SCHEDULES = (
+    ("serial", None), ("interleaved", None), ("interleaved", 1), ("alternating", 40), ("expert_wave", None),
+    ("linear1_first", None),
+)  # fmt: skip
 RANDOM = (
     ((512, 256, 4, 1, 300, None), "serial", None), ((1024, 512, 8, 2, 400, None), "interleaved", None),
     ((2048, 768, 64, 8, 500, None), "expert_wave", None), ((512, 768, 16, 4, 700, 0.5), "alternating", None),

@@ -39,7 +39,7 @@ from xstage.errors import PeerTimeout, UnsuitableMachine, XStageError
 from xstage.moe import arguments, quantize, reference, routing
 from xstage.moe.auto_order import auto_order
 from xstage.moe.layout import BufferLayout
-from xstage.moe.pipeline import KernelPipeline, TorchPipeline, rows_of_an_expert
+from xstage.moe.pipeline import KernelPipeline, TorchPipeline
 from xstage.moe.weights import Weights
 from xstage.moe.weights_mxfp4 import Mxfp4Weights
 from xstage.moe.work_table import TILE_COLUMNS, WorkOrder
@@ -76,8 +76,8 @@ class MegaMoE:
         group: process group (None: the default one). Expert e lives on its rank e // (num_experts / ranks).
         num_experts: over all ranks. hidden, intermediate: columns, multiples of 128; the kernels need multiples of 512 and 256.
         top_k: picks per token. max_tokens_per_rank: most tokens of a rank in one call; the buffers hold the worst routing of them.
-        schedule: `serial`: two GEMMs, one after the other. `interleaved`, `alternating`, `expert_wave`: both in one persistent kernel, in
-            that order of tiles (`xstage.moe.work_table`); all give the same bits. `auto`: `xstage.moe.auto_order`.
+        schedule: `serial`: two GEMMs, one after the other. `interleaved`, `alternating`, `expert_wave`, `linear1_first`: both in one
+            persistent kernel, in that order of tiles (`xstage.moe.work_table`); all give the same bits. `auto`: `xstage.moe.auto_order`.
         lead_rows: D of `interleaved` and `alternating`: by how many rows of 128 tokens Linear-1 leads (None: see `WorkOrder.of`).
         clamp: bounds the gate above and up on both sides before SwiGLU (None: not).
         weight_format: how weights rest: `fp8`, e4m3 with a scale per 128 × 128; or `mxfp4`, e2m1 with a power of two per 32 of a row
@@ -128,9 +128,7 @@ class MegaMoE:
         )  # fmt: skip
         self.intermediate, self.clamp, self.weight_format = intermediate, clamp, weight_format
         self.lead_rows = lead_rows
-        self.schedule = schedule
-        if schedule == "auto":
-            self.schedule = auto_order(intermediate, 1 - 1 / self.world, rows_of_an_expert(max_tokens_per_rank, self.layout))
+        self.schedule = auto_order(intermediate, 1 - 1 / self.world) if schedule == "auto" else schedule
         here = self.layout.experts_per_rank
         self.experts = slice(self.rank * here, (self.rank + 1) * here)
         self.reason, self._closed, self._met = "", False, False

@@ -42,10 +42,6 @@ class MoEShape:
         if self.top_k > self.experts:
             raise XStageError(f"top_k: {self.top_k} must lie in 1 … {self.experts}, the number of experts")
 
-    def rows_of_an_expert(self, tokens: int, ranks: int) -> int:
-        """On average, rounded up, of so many tokens on each of so many ranks."""
-        return -(-tokens * ranks * self.top_k // self.experts)
-
 
 S = TypeVar("S", bound=MoEShape)
 

@@ -23,6 +23,7 @@ because the layers' entries stand in the ratio columns1 : columns2 in every grou
   with row tiles for rows; the lead is D · columns1 / 2 entries).
 * `alternating`: at least k2 + lead: after a warm-up one to one, whatever the proportion.
 * `expert_wave`: the end of the wave, whole groups of units that make about two rounds of Linear-1 tiles.
+* `linear1_first`: the end of Linear-1.
 
 The lead is at least a group of Linear-1 entries, and so is what `alternating` adds to the proportion: then every reach lies behind all
 Linear-1 entries of its group, hence of its row tile.
@@ -45,7 +46,8 @@ from xstage.tile_order import LINEAR1, LINEAR2, NO_LAG, takes_linear2
 TILE_ROWS, TILE_COLUMNS, GROUP_UNITS = 128, 256, 8
 MAX_COLUMN_TILES, MAX_ROW_TILES = 1 << 10, 1 << 19
 ROW_SHIFT, LAYER_SHIFT, COLUMN_MASK = 12, 11, MAX_COLUMN_TILES - 1  # of a word
-ORDERS = ("interleaved", "alternating", "expert_wave")
+ORDERS = ("interleaved", "alternating", "expert_wave", "linear1_first")
+NEVER = 1 << 30  # more entries than there are
 STAGES = 4  # of the ring through which a CTA loads its tiles: as many as fit
 NARROW_ROWS = 48  # of an expert, on average: up to here few have more than the 64 that a narrow kernel (`gemm_sm90`) takes at once
 TAKEN_BEFORE = 6  # stages: with so many of a tile left to load, its cluster takes the next entry
@@ -138,6 +140,8 @@ class WorkOrder:
         proportion = k2 * self.columns1 // self.columns2
         if self.name == "expert_wave":
             return [wave_end]
+        if self.name == "linear1_first":
+            return [NEVER]
         if self.name == "alternating":
             return [proportion + GROUP_UNITS * self.columns1, k2 + self.lead]
         return [proportion + self.lead]
@@ -149,6 +153,8 @@ class WorkOrder:
         """
         if self.name == "expert_wave":
             return [wave_start]
+        if self.name == "linear1_first":
+            return [0]
         if self.name == "alternating":
             return [self._in_proportion(k1 + 1 - GROUP_UNITS * self.columns1), k1 + 1 - self.lead]
         return [self._in_proportion(k1 + 1 - self.lead)]

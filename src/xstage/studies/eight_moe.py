@@ -34,6 +34,7 @@ from xstage.moe.auto_order import EPILOGUE_NS, NS_PER_K, PLATFORM, auto_order, t
 from xstage.moe.shapes import MoEShape, shape
 from xstage.moe.work_table import GROUP_UNITS, TILE_COLUMNS, TILE_ROWS
 from xstage.platform import Platform, load_platform
+from xstage.simulate.layer import order_of, simulate_layer
 from xstage.simulate.one_list import RESULT_BYTES, row_bytes
 from xstage.studies.one_list import ORDERS, drawn, predict, with_capacity
 from xstage.studies.result import SIMULATED, read_measured, write_study
@@ -82,7 +83,7 @@ def check(r: Mapping[str, Any], ranks: int, platform: Platform) -> dict[str, Any
 def predicted(name: str, ranks: int, tokens: int, platform: Platform) -> dict[str, Any]:
     """A shape on a number of ranks: both orders, beside the two GEMMs, with paddings, and the bytes that leave a rank over R."""
     m, share = shape(name), 1 - 1 / ranks
-    row = {"shape": name, "ranks": ranks, "tokens": tokens, "share": share}
+    row, auto = {"shape": name, "ranks": ranks, "tokens": tokens, "share": share}, auto_order(m.intermediate, share)
     counts = drawn(row, ranks)
     found = _orders(*simulated(row, counts, platform))
     tiles = _tiles(_row_tiles(counts, ranks), m, platform)
@@ -92,7 +93,7 @@ def predicted(name: str, ranks: int, tokens: int, platform: Platform) -> dict[st
     return row | found | {
         "two_gemms_ns": tiles[0] * tile_ns(m.hidden) + tiles[1] * tile_ns(m.intermediate),
         "bytes_over_rate_ns": rows_ns + results_ns, "in_step_ns": rows_ns + busiest * results_ns, "busiest_receiver": busiest,
-        "auto": auto_order(m.intermediate, share, m.rows_of_an_expert(tokens, ranks)),
+        "auto": auto, "auto_ns": mean(r.time_ns for r in simulate_layer(m, counts, share, order_of(auto, m, platform), ranks, platform)),
         "faster": min(ORDERS, key=lambda order: found[order]["time_ns"]),
     }  # fmt: skip
 

@@ -294,12 +294,17 @@ def load_random(moe: MegaMoE, model: MoEShape) -> None:
 
 def order_pipeline(moe: MegaMoE, order: str) -> KernelPipeline:
     """Both GEMMs in one kernel in that order of tiles, with buffers of its own and the weights of `moe`."""
-    columns = (2 * moe.intermediate // TILE_COLUMNS, moe.layout.hidden // TILE_COLUMNS)
-    clusters = torch.cuda.get_device_properties(moe.device).multi_processor_count // 2
     return KernelPipeline(
         moe.layout, moe._weights, clamp=moe.clamp, group=moe.group, device=moe.device, timeout_s=moe.timeout_s, tag=f"{moe.tag}/{order}",
-        order=WorkOrder.of(order, *columns, lead_rows=None, instances=clusters),
+        order=order_of(moe, order),
     )  # fmt: skip
+
+
+def order_of(moe: MegaMoE, order: str) -> WorkOrder:
+    """That order, with the kernel's own lead."""
+    columns = (2 * moe.intermediate // TILE_COLUMNS, moe.layout.hidden // TILE_COLUMNS)
+    clusters = torch.cuda.get_device_properties(moe.device).multi_processor_count // 2
+    return WorkOrder.of(order, *columns, lead_rows=None, instances=clusters)
 
 
 def _layer(moe: MegaMoE, model: MoEShape, tokens: int, share: float, orders: dict[str, KernelPipeline], pull: Exchange) -> Layer:
@@ -459,12 +464,11 @@ def _row(
     most = max(ranks[1] for ranks in everyone)
     flops = (4.0 * most * model.hidden * model.intermediate, 2.0 * most * model.hidden * model.intermediate)
     rate = None if platform is None else float(platform.method("st_global").drain_rate(platform.sms))
-    auto = auto_order(model.intermediate, share, model.rows_of_an_expert(len(layer.x), world))
     return {
         "shape": model.name, "hidden": model.hidden, "intermediate": model.intermediate, "experts": model.experts, "top_k": model.top_k,
         "tokens": len(layer.x), "share": share, "rows": [ranks[1] for ranks in everyone], "remote_pairs": remote, "sent_bytes": bytes_sent,
         "object_bytes": moe.size_bytes.total, "agreement": {k: round(v, 5) for k, v in agreement.items()},
-        "derived": derived(times, bytes_sent, rate, flops, auto),
+        "derived": derived(times, bytes_sent, rate, flops, auto_order(model.intermediate, share)),
         "groups": {group: {name: t.to_json() for name, t in measured.items()} for group, measured in times.items()},
     }  # fmt: skip
 

@@ -30,7 +30,7 @@ from xstage.platform import Platform, check_writable, load_platform
 from xstage.simulate.layer import order_of, simulate_layer
 from xstage.simulate.one_list import TileTimes, simulate_one_list
 from xstage.studies import moe_spans
-from xstage.studies.moe_orders import ORDERS, PRECISIONS, WITHIN, chosen, derived, headline, measured, of_precision
+from xstage.studies.moe_orders import MEASURED, PRECISIONS, WITHIN, chosen, derived, headline, measured, of_precision
 from xstage.studies.result import read_measured
 
 CHOICES = ("winner", "plan")
@@ -39,7 +39,7 @@ FORMATS = {precision: weights for weights, precision in PRECISIONS.items()}
 
 def predict(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str, Any]:
     """Predicted times of both orders, their ratio, and the choices with what they cost in the row's measured times."""
-    times = order_times(row, platform, ranks)
+    times = order_times(row, platform, ranks, [name for name in MEASURED if name in row["times"]])
     orders = {"winner": min(times, key=times.__getitem__), "plan": taken(times, row["derived"]["auto"])}
     ns = {name: t["slowest_ns"] for name, t in row["times"].items()}
     costs: dict[str, Any] = {}
@@ -51,14 +51,14 @@ def predict(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str,
     }  # fmt: skip
 
 
-def order_times(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str, float]:
+def order_times(row: Mapping[str, Any], platform: Platform, ranks: int, orders: Sequence[str] = MEASURED) -> dict[str, float]:
     """Order → ns of the kernel, mean over ranks. row: `shape`, `precision`, `share`, and `counts` of all experts."""
     m, line = shape(row["shape"]), LINES[FORMATS[row["precision"]]]
     return {
         name: mean(
             run.time_ns for run in simulate_layer(m, row["counts"], row["share"], order_of(name, m, platform), ranks, platform, line)
         )
-        for name in ORDERS
+        for name in orders
     }
 
 
@@ -126,8 +126,7 @@ def annotate(path: str | Path, platform: str = PLATFORM) -> dict[str, Any]:
         if "derived" in row:
             if content["study"] == "moe":
                 m, ns = shape(row["shape"]), {name: t["slowest_ns"] for name, t in row["times"].items()}
-                rows = m.rows_of_an_expert(row.get("max_tokens", row["tokens"]), content["settings"]["world"])
-                row["derived"] = derived(ns, auto_order(m.intermediate, row["share"], rows))
+                row["derived"] = derived(ns, auto_order(m.intermediate, row["share"]))
             else:
                 row["derived"] = moe_spans.derived(row, known)
             row["predicted"] = tell(row, known, content["settings"]["world"])
