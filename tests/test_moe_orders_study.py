@@ -19,7 +19,7 @@ from xstage.bench.timing import ResultFile, Times
 from xstage.errors import UnsuitableMachine, XStageError
 from xstage.moe import routing
 from xstage.moe.auto_order import EPILOGUE_NS, MXFP4_EPILOGUE_NS, MXFP4_NS_PER_K, NS_PER_K, auto_order, burst_ns
-from xstage.moe.shapes import PAPER, shape
+from xstage.moe.shapes import PAPER, MoEShape, shape
 from xstage.moe.work_table import WorkOrder
 from xstage.platform import load_platform
 from xstage.report import moe_charts
@@ -225,11 +225,15 @@ def test_derived_answers() -> None:
 
 
 def test_auto_is_the_rate_bound() -> None:
-    """Half of a 64 KiB tile of 132 SMs drains in 11.6 µs; a Linear-2 tile of K = 1,650 takes as long, and a tenth more is not minded."""
+    """Half of a 64 KiB tile of 132 SMs drains in 11.6 µs; a Linear-2 tile of K = 1,650 takes as long."""
     assert burst_ns(0.5) == pytest.approx(11.6e3, rel=0.01)
-    assert [auto_order(k, 0.5) for k in (768, 1280, 1536)] == ["interleaved", "interleaved", "linear1_first"]
-    assert [auto_order(k, 0.875) for k in (2048, 3072)] == ["interleaved", "linear1_first"]
-    assert auto_order(128, 0.0) == "linear1_first"  # nothing leaves
+    first, mixed = "linear1_first", "interleaved"
+    assert [auto_order(MoEShape("m", 4096, k, 64, 4), 2048, 2) for k in (768, 1536, 2048)] == [mixed, mixed, first]
+    assert [auto_order(MoEShape("m", 4096, k, 64, 4), 2048, 8) for k in (2048, 3072)] == [mixed, first]
+    assert auto_order(MoEShape("m", 4096, 256, 64, 4), 2048, 1) == first  # nothing leaves
+    # A third of a tile is a third of the bytes; beyond 1,024 rows an expert layers are mixed, where an expert fits into the L2 cache.
+    assert [auto_order(MoEShape("m", 4096, 768, 64, 4), tokens, 2) for tokens in (320, 1024)] == [first, mixed]
+    assert [auto_order(MoEShape("m", hidden, 3072, 64, 4), 8256, 2) for hidden in (4096, 7168)] == [mixed, first]
 
 
 def test_headline() -> None:

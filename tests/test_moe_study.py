@@ -82,7 +82,7 @@ def test_table_of_few_tokens(tmp_path: Path) -> None:
     groups = {group: {n: t.to_json() for n, t in times.items()} for group, times in {"gemm": GEMM, "layer": layer}.items()}
     content = {"rows": [{"shape": "Hy3", "tokens": 1024, "derived": {"speedup_public": 2.0}, "groups": groups}]}
     (tmp_path / "h200x2" / "moe-layer-small.json").write_text(json.dumps(content))
-    assert "| Hy3, 1,024 | 2 | 3 | 2 | 2 | 4 | 2.00 |" in tables.TABLES["moe-small"](tmp_path)
+    assert "| Hy3, 1,024 | 2 | 3 | 2 | 2 | – | 4 | 2.00 |" in tables.TABLES["moe-small"](tmp_path)
 
 
 def test_table(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_table(tmp_path: Path) -> None:
     (tmp_path / "h200x2").mkdir()
     content = {"settings": {"tokens": 8192, "world": 2}, "rows": [row(0.5)]}
     (tmp_path / "h200x2" / "moe-layer.json").write_text(json.dumps(content))
-    assert "| Hy3, 0.5 | 2 | 2 | – | – | 3,210 | 3,000 | 1.50 | – | – | – | – | 2 | – | – | – |" in tables.TABLES["moe"](tmp_path)
+    assert "| Hy3, 0.5 | 2 | 2 | – | – | 3,210 | 3,000 | 1.50 | – | – | – | – | – | 2 | – | – | – |" in tables.TABLES["moe"](tmp_path)
 
 
 def test_refusals(tmp_path: Path) -> None:

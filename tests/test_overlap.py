@@ -71,6 +71,9 @@ def test_time_by_hand() -> None:
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
 def test_the_choice_is_no_worse_than_any_other(model: Any, world: int) -> None:
     p = problem(model.name, world)
+    if overlap.attention_ns(p) < overlap.LEAST_NS:
+        assert choose(p) is None
+        return
     took = time_ns(p, choose(p))
     assert took <= time_ns(p, None)
     assert all(took <= time_ns(p, Split(first, ctas)) for first in range(1, max(p.kv_heads)) for ctas in overlap.CTAS)
@@ -79,7 +82,8 @@ def test_the_choice_is_no_worse_than_any_other(model: Any, world: int) -> None:
 def test_choices() -> None:
     """Of a full last wave no SM is taken; where attention is short or there is a single head, nothing is split."""
     assert choose(problem("FLUX.1 2048²")) == Split(2, 0)
-    assert choose(problem("FLUX.1 1024²")) == Split(2, 20)
+    assert choose(problem("FLUX.1 1024²")) is None
+    assert choose(problem("Wan 1.3B 480p")) == Split(1, 20)
     assert choose(problem("Wan 14B 480p")) == Split(2, 0)
     p = problem("Wan 1.3B 480p")
     assert choose(replace(p, layout=SequenceLayout.even(256, 2))) is None

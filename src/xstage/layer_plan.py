@@ -106,7 +106,7 @@ def plan_layer(
         stall = mean(max(a.period_ns - b.period_ns, 0.0) for a, b in zip(there, here, strict=True))
         found[schedule, order.lead] = Candidate(schedule, lead_rows, lead, max(run.time_ns for run in there), stall)
     candidates = tuple(sorted(found.values(), key=lambda c: c.time_ns))
-    schedule = auto_order(model.intermediate, f)
+    schedule = auto_order(model, sum(counts) // (ranks * model.top_k), ranks, f)
     auto = next(c for c in candidates if c.schedule == schedule and c.lead_rows is None)
     choice = taken({_said(c): c.time_ns for c in candidates}, _said(auto))
     return LayerPlan(model.name, platform.name, f, auto, next(c for c in candidates if _said(c) == choice), candidates)

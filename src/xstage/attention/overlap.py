@@ -29,6 +29,7 @@ COPY = 1.5  # time of copies over that of the kernel: results/h200x2/head-exchan
 MEETING_NS = 6e3  # of an exchange, beyond its bytes: docs/diffusers.md, exchanges alone in a graph
 SPLIT_NS = 12e3  # fork, join, launches and a meeting more: an estimate
 BESIDE = 0.25  # of the time that the rest takes: what benchmarks/ulysses_overlap.py measured beyond the rest of this model
+LEAST_NS = 1e6  # of attention: an eager call in two parts takes the host some 100 µs more, which a shorter one does not hide
 REST_CTAS, CTAS = 14, (14, 20, 0)  # SMs that send the rest by default, and what `choose` tries
 
 
@@ -117,7 +118,9 @@ def _last_ns(first: int, rest: int, tile: float, sms: int, taken: int, ready: fl
 
 
 def choose(p: Problem) -> Split | None:
-    """The split that takes least by `time_ns`; None if none takes less than all at once."""
+    """The split that takes least by `time_ns`; None if none takes less than all at once, or attention is short (`LEAST_NS`)."""
+    if attention_ns(p) < LEAST_NS:
+        return None
     splits = [Split(first, ctas) for ctas in CTAS for first in range(1, max(p.kv_heads))]
     best = min(splits, key=lambda split: time_ns(p, split), default=None)
     return best if best is not None and time_ns(p, best) < time_ns(p, None) else None

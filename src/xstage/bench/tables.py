@@ -402,7 +402,8 @@ def _moe_table(results: Path) -> str:
     content = _read(path)
     head = [
         "model, f", "GEMMs", "with SwiGLU, rows", "dispatch", "combine", "serial", "bound", "over bound", "interleaved", "wave",
-        "`auto` over GEMMs", "serial over `auto`", "DeepGEMM's GEMMs", "DeepGEMM's fused layer", "over `auto`", "torch + NCCL",
+        "Linear-1 first", "`auto` over GEMMs", "serial over `auto`", "DeepGEMM's GEMMs", "DeepGEMM's fused layer", "over `auto`",
+        "torch + NCCL",
     ]  # fmt: skip
     rows = []
     for r in content["rows"]:
@@ -417,8 +418,9 @@ def _moe_table(results: Path) -> str:
         bound = f"{r['derived']['bound_ns'] / 1e3:,.0f}" if "bound_ns" in r["derived"] else "–"
         rows.append([
             f"{r['shape']}, {r['share']:g}", us("linear1", "linear2"), us("swiglu", "rows"), us("dispatch"), us("combine"), us("serial"),
-            bound, ratio("serial_over_bound"), us("interleaved"), us("expert_wave"), ratio("auto_over_compute"), ratio("speedup_unfused"),
-            us("deep_gemm_linear1", "deep_gemm_linear2"), us("deep_gemm_mega"), ratio("speedup_public"), us("torch"),
+            bound, ratio("serial_over_bound"), us("interleaved"), us("expert_wave"), us("linear1_first"),
+            ratio("auto_over_compute"), ratio("speedup_unfused"), us("deep_gemm_linear1", "deep_gemm_linear2"), us("deep_gemm_mega"),
+            ratio("speedup_public"), us("torch"),
         ])  # fmt: skip
     tokens, world = content["settings"]["tokens"], content["settings"]["world"]
     said = f"µs per call, slowest rank, medians; {tokens:,} tokens on each of {world} ranks; `results/h200x2/moe-layer.json`."
@@ -450,13 +452,14 @@ def _moe_small_table(results: Path) -> str:
     if not path.exists():
         return "Not measured yet."
     columns = {
-        "step by step": "serial", "interleaved": "interleaved", "wave": "expert_wave", "DeepGEMM's fused layer": "deep_gemm_mega",
+        "step by step": "serial", "interleaved": "interleaved", "wave": "expert_wave", "Linear-1 first": "linear1_first",
+        "DeepGEMM's fused layer": "deep_gemm_mega",
     }  # fmt: skip
     rows = []
     for r in _read(path)["rows"]:
         ns = {name: t["slowest_ns"] for group in r["groups"].values() for name, t in group.items()}
         gemms = f"{(ns['linear1'] + ns['linear2']) / 1e3:,.0f}"
-        times = [f"{ns[name] / 1e3:,.0f}" for name in columns.values()]
+        times = [f"{ns[name] / 1e3:,.0f}" if name in ns else "–" for name in columns.values()]
         rows.append([f"{r['shape']}, {r['tokens']:,}", gemms, *times, f"{r['derived']['speedup_public']:.2f}"])
     said = "µs per call, slowest of 2 ranks, medians; f = 1/2; `results/h200x2/moe-layer-small.json`."
     return grid(["model, tokens per rank", "GEMMs", *columns, "over `auto`"], rows) + "\n\n" + said

@@ -40,6 +40,7 @@ from xstage.moe import arguments, quantize, reference, routing
 from xstage.moe.auto_order import auto_order
 from xstage.moe.layout import BufferLayout
 from xstage.moe.pipeline import KernelPipeline, TorchPipeline
+from xstage.moe.shapes import MoEShape
 from xstage.moe.weights import Weights
 from xstage.moe.weights_mxfp4 import Mxfp4Weights
 from xstage.moe.work_table import TILE_COLUMNS, WorkOrder
@@ -128,7 +129,8 @@ class MegaMoE:
         )  # fmt: skip
         self.intermediate, self.clamp, self.weight_format = intermediate, clamp, weight_format
         self.lead_rows = lead_rows
-        self.schedule = auto_order(intermediate, 1 - 1 / self.world) if schedule == "auto" else schedule
+        model = MoEShape("layer", hidden, intermediate, num_experts, top_k)
+        self.schedule = auto_order(model, max_tokens_per_rank, self.world) if schedule == "auto" else schedule
         here = self.layout.experts_per_rank
         self.experts = slice(self.rank * here, (self.rank + 1) * here)
         self.reason, self._closed, self._met = "", False, False

@@ -71,7 +71,7 @@ def kernels_of(
     order = None
     if schedule != "serial":
         columns = (2 * model.intermediate // TILE_COLUMNS, model.hidden // TILE_COLUMNS)
-        name = auto_order(model.intermediate, 1 - 1 / ranks) if schedule == "auto" else schedule
+        name = auto_order(model, tokens, ranks) if schedule == "auto" else schedule
         order = WorkOrder.of(name, *columns, lead_rows=lead_rows, instances=CLUSTERS)
     layout = arguments.layout(ranks, model.experts, model.hidden, model.intermediate, model.top_k, tokens)
     layout = replace(layout, direct=order is not None, pull=pull)

@@ -1,6 +1,6 @@
 """The MoE kernel on two, four and eight GPUs of one host, simulated before anybody ran it on more than two.
 
-    python -m xstage.studies.eight_moe results/h200x2/moe-layer.json         # writes results/simulated/eight_moe.json
+    python -m xstage.studies.eight_moe results/h200x2/moe-layer-earlier.json   # writes results/simulated/eight_moe.json
 
 With P ranks a rank has experts / P of them. Their rows come from all ranks, by source rank, a share f = 1 − 1/P from others; loads are
 drawn as `moe_layer` draws them. `simulate_one_list` runs every rank in both orders, with remote results and with all of them local (the
@@ -40,7 +40,7 @@ from xstage.studies.one_list import ORDERS, drawn, predict, with_capacity
 from xstage.studies.result import SIMULATED, read_measured, write_study
 
 SHAPES, RANKS, TOKENS = ("Qwen3.5", "DSv4-Flash", "Hy3", "Qwen3-30B", "GLM-5.2"), (2, 4, 8), 8192
-COMMAND = "python -m xstage.studies.eight_moe results/h200x2/moe-layer.json"
+COMMAND = "python -m xstage.studies.eight_moe results/h200x2/moe-layer-earlier.json"
 
 
 def run(
@@ -83,7 +83,7 @@ def check(r: Mapping[str, Any], ranks: int, platform: Platform) -> dict[str, Any
 def predicted(name: str, ranks: int, tokens: int, platform: Platform) -> dict[str, Any]:
     """A shape on a number of ranks: both orders, beside the two GEMMs, with paddings, and the bytes that leave a rank over R."""
     m, share = shape(name), 1 - 1 / ranks
-    row, auto = {"shape": name, "ranks": ranks, "tokens": tokens, "share": share}, auto_order(m.intermediate, share)
+    row, auto = {"shape": name, "ranks": ranks, "tokens": tokens, "share": share}, auto_order(m, tokens, ranks)
     counts = drawn(row, ranks)
     found = _orders(*simulated(row, counts, platform))
     tiles = _tiles(_row_tiles(counts, ranks), m, platform)

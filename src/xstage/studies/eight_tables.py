@@ -58,7 +58,7 @@ def eight_moe_checked(result: dict[str, Any]) -> str:
     said = f"Errors of a time: median {100 * e['time']['median']:.1f}%, largest {100 * e['time']['max']:.1f}%; of interleaved over wave: "
     said += f"{100 * e['speedup']['median']:.1f} and {100 * e['speedup']['max']:.1f}%; of a stall: {e['stall_us']['median']:.1f} and "
     said += f"{e['stall_us']['max']:.1f} µs."
-    return grid(head, rows) + f"\n\nµs of the GEMM kernel, two GPUs; measured: `results/h200x2/moe-layer.json`. {said}"
+    return grid(head, rows) + f"\n\nµs of the GEMM kernel, two GPUs; measured: `results/h200x2/moe-layer-earlier.json`. {said}"
 
 
 def eight_moe(result: dict[str, Any]) -> str:

@@ -468,7 +468,7 @@ def _row(
         "shape": model.name, "hidden": model.hidden, "intermediate": model.intermediate, "experts": model.experts, "top_k": model.top_k,
         "tokens": len(layer.x), "share": share, "rows": [ranks[1] for ranks in everyone], "remote_pairs": remote, "sent_bytes": bytes_sent,
         "object_bytes": moe.size_bytes.total, "agreement": {k: round(v, 5) for k, v in agreement.items()},
-        "derived": derived(times, bytes_sent, rate, flops, auto_order(model.intermediate, share)),
+        "derived": derived(times, bytes_sent, rate, flops, auto_order(model, len(layer.x), world, share)),
         "groups": {group: {name: t.to_json() for name, t in measured.items()} for group, measured in times.items()},
     }  # fmt: skip
 

@@ -48,7 +48,7 @@ def predict(row: Mapping[str, Any], platform: Platform, ranks: int) -> dict[str,
     for name, order in orders.items():
         runs = simulate_layer(m, row["counts"], row["share"], order, ranks, platform)
         times[name], dispatch[name] = (round(mean(ns), 1) for ns in ([r.time_ns for r in runs], [r.dispatch_ns for r in runs]))
-    auto = "all" if auto_order(m.intermediate, row["share"]) == "linear1_first" else "default"
+    auto = "all" if auto_order(m, row["tokens"], ranks, row["share"]) == "linear1_first" else "default"
     best = min((name for name in orders if name != WAVE), key=times.__getitem__)
     return {"time_ns": times, "dispatch_ns": dispatch, "best": best, "plan": taken(times, auto)}
 

@@ -331,5 +331,5 @@ def _measure(
     ns = {name: t.slowest_ns for name, t in times.items()}
     return {
         "gini": round(load.gini, 4), "max_over_mean": round(load.max_over_mean, 3), "lead_rows": order.lead_rows, "counts": counts,
-        "derived": derived(ns, auto_order(model.intermediate, c.share)), "times": {name: t.to_json() for name, t in times.items()},
+        "derived": derived(ns, auto_order(model, c.tokens, moe.world, c.share)), "times": {name: t.to_json() for name, t in times.items()},
     }  # fmt: skip

@@ -126,7 +126,7 @@ def annotate(path: str | Path, platform: str = PLATFORM) -> dict[str, Any]:
         if "derived" in row:
             if content["study"] == "moe":
                 m, ns = shape(row["shape"]), {name: t["slowest_ns"] for name, t in row["times"].items()}
-                row["derived"] = derived(ns, auto_order(m.intermediate, row["share"]))
+                row["derived"] = derived(ns, auto_order(m, row["tokens"], content["settings"]["world"], row["share"]))
             else:
                 row["derived"] = moe_spans.derived(row, known)
             row["predicted"] = tell(row, known, content["settings"]["world"])

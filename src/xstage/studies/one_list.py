@@ -1,6 +1,6 @@
-"""The MoE kernel in either order of tiles, simulated for every row of results/h200x2/moe-layer.json, beside the times of the layer.
+"""The MoE kernel in either order of tiles, simulated for every row of results/h200x2/moe-layer-earlier.json, beside the times of the layer.
 
-    python -m xstage.studies.one_list results/h200x2/moe-layer.json          # writes results/simulated/one_list.json
+    python -m xstage.studies.one_list results/h200x2/moe-layer-earlier.json   # writes results/simulated/one_list.json
 
 The load of every expert is drawn as `moe_layer` drew it (`routing.draw_remote` on the CPU, seed 0). The time of a tile is the line
 `EPILOGUE_NS + NS_PER_K · K` through grouped GEMMs of one GPU (`auto_order`); all else comes from the platform file. Beside it stands what
@@ -38,7 +38,7 @@ from xstage.studies.moe_prediction import spans
 from xstage.studies.result import SIMULATED, read_measured, write_study
 
 ORDERS = ("interleaved", "expert_wave")
-COMMAND = "python -m xstage.studies.one_list results/h200x2/moe-layer.json"
+COMMAND = "python -m xstage.studies.one_list results/h200x2/moe-layer-earlier.json"
 
 
 def run(measured: Path, out: Path | None = SIMULATED) -> dict[str, Any]:

@@ -167,7 +167,7 @@ def one_list(result: dict[str, Any]) -> str:
         for r in result["outputs"]["rows"]
     ]  # fmt: skip
     head = ["model, f", "interleaved, simulated", "wave, simulated", "interleaved over wave: simulated", "with own shares", "measured"]
-    return grid(head, rows) + "\n\nµs of the kernel; measured: the layer, `results/h200x2/moe-layer.json`."
+    return grid(head, rows) + "\n\nµs of the kernel; measured: the layer, `results/h200x2/moe-layer-earlier.json`."
 
 
 def one_list_variants(result: dict[str, Any]) -> str:
