@@ -83,6 +83,7 @@ def test_choices() -> None:
     """Of a full last wave no SM is taken; where attention is short or there is a single head, nothing is split."""
     assert choose(problem("FLUX.1 2048²")) == Split(2, 0)
     assert choose(problem("FLUX.1 1024²")) is None
+    assert choose(problem("FLUX.1 1024²"), 2) == Split(2, 20)
     assert choose(problem("Wan 1.3B 480p")) == Split(1, 20)
     assert choose(problem("Wan 14B 480p")) == Split(2, 0)
     p = problem("Wan 1.3B 480p")

@@ -301,15 +301,14 @@ class AttentionA2A:
     def _choose_split(self, batch: int, layout: SequenceLayout, causal: bool, first_heads: int | None) -> Split | None:
         from xstage.attention import kernel_sm90
 
-        if first_heads is not None:
-            first = first_heads * sum(self.kv_heads_per_rank) // self.heads
-            return Split(first) if len(lay.head_parts(self.kv_heads_per_rank, first)) > 1 else None
-        return choose(
-            Problem(
-                layout, self.heads_per_rank, self.kv_heads_per_rank, self.head_dim, self.head_dim * self.dtype.itemsize,
-                kernel_sm90.tile_shape(self.head_dim, causal)[0], _sms(self.device), batch, causal,
-            )
+        first = None if first_heads is None else first_heads * sum(self.kv_heads_per_rank) // self.heads
+        if first is not None and len(lay.head_parts(self.kv_heads_per_rank, first)) == 1:
+            return None
+        problem = Problem(
+            layout, self.heads_per_rank, self.kv_heads_per_rank, self.head_dim, self.head_dim * self.dtype.itemsize,
+            kernel_sm90.tile_shape(self.head_dim, causal)[0], _sms(self.device), batch, causal,
         )  # fmt: skip
+        return choose(problem, first)
 
     def with_kernel(self, kernel: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Any]) -> Callable[..., torch.Tensor]:
         """Another attention kernel, fused without touching it: its output argument lies in the peers' buffers, one launch per destination.

@@ -117,10 +117,13 @@ def _last_ns(first: int, rest: int, tile: float, sms: int, taken: int, ready: fl
     return max(ends)
 
 
-def choose(p: Problem) -> Split | None:
-    """The split that takes least by `time_ns`; None if none takes less than all at once, or attention is short (`LEAST_NS`)."""
-    if attention_ns(p) < LEAST_NS:
+def choose(p: Problem, first: int | None = None) -> Split | None:
+    """The split that takes least by `time_ns`; None if none takes less than all at once, or attention is short (`LEAST_NS`).
+
+    first: key/value heads that are to come first, whether that pays or not.
+    """
+    if first is None and attention_ns(p) < LEAST_NS:
         return None
-    splits = [Split(first, ctas) for ctas in CTAS for first in range(1, max(p.kv_heads))]
-    best = min(splits, key=lambda split: time_ns(p, split), default=None)
-    return best if best is not None and time_ns(p, best) < time_ns(p, None) else None
+    firsts = range(1, max(p.kv_heads)) if first is None else [first]
+    best = min((Split(n, ctas) for ctas in CTAS for n in firsts), key=lambda split: time_ns(p, split), default=None)
+    return best if best is None or first is not None or time_ns(p, best) < time_ns(p, None) else None
