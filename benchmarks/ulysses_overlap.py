@@ -1,11 +1,10 @@
 """How much of the exchange of q, k and v attention hides, over how many heads come first and how the rest is sent.
 
     torchrun --nproc-per-node 2 benchmarks/ulysses_overlap.py --out result.json [--models wan_14b_480p flux_1_2048 flux_1_1024]
-        [--first 1 2 3 4] [--ctas 8 12 16 24 0] [--hold 4000]
+        [--first 1 2 3 4] [--ctas 8 12 16 24 0]
 
 Shapes of diffusion transformers (`studies.dit_models`), bf16, batch 1; all in CUDA graphs, interleaved. `alone`: flash-attn-4 on this
-rank's heads. `at_once`: `AttentionA2A.ulysses` with all heads first; `chosen`: as the model chooses; `held`: so, but attention of
-the first heads begins `--hold` cycles late, when the CTAs that send the rest surely have their SMs; `N_by_C`: N heads of every rank first,
+rank's heads. `at_once`: `AttentionA2A.ulysses` with all heads first; `chosen`: as the model chooses; `N_by_C`: N heads of every rank first,
 the rest sent by C CTAs (0: by the copy engines). `exchange` is that of all heads alone, `parts_N_by_C` both parts of it, one after the
 other, nothing beside them. A row says what each exposes (its time less `alone`), and what the model expected.
 
@@ -39,7 +38,7 @@ from xstage.studies.dit_models import Model, overlap_problem
 FLOP_PER_NS = 6e5  # of a rank, to choose the calls of a graph
 
 
-def measure(model: Model, firsts: list[int], ctas: list[int], hold: int, rounds: int) -> dict[str, Any]:
+def measure(model: Model, firsts: list[int], ctas: list[int], rounds: int) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     layout = SequenceLayout.shards([model.rows(r, world) for r in range(world)])
     generator = torch.Generator(device="cuda").manual_seed(rank)
@@ -54,8 +53,7 @@ def measure(model: Model, firsts: list[int], ctas: list[int], hold: int, rounds:
     ) as attend:
         here = draw(layout.sequence, attend.heads_per_rank[rank])
 
-        def call(split: Split | None, chosen: bool = False, hold: int = 0) -> torch.Tensor:
-            attend.hold_cycles = hold
+        def call(split: Split | None, chosen: bool = False) -> torch.Tensor:
             attend.rest_ctas = None if split is None else split.ctas
             first = None if chosen else split.first if split else 0
             out: torch.Tensor = attend.ulysses(*mine, layout=layout, first_heads=first)
@@ -74,7 +72,6 @@ def measure(model: Model, firsts: list[int], ctas: list[int], hold: int, rounds:
         names = {split: f"{split.first}_by_{split.ctas}" for split in splits}
         functions: dict[str, Callable[[], Any]] = {
             "alone": lambda: serial.attention(*here)[0], "at_once": partial(call, None), "chosen": partial(call, None, True),
-            "held": partial(call, None, True, hold),
             "exchange": lambda: attend.inputs(*mine, layout),  # type: ignore[misc]
             **{names[split]: partial(call, split) for split in splits},
             **{f"parts_{names[split]}": partial(parts, split) for split in splits if split.first == firsts[0]},
@@ -91,7 +88,6 @@ def measure(model: Model, firsts: list[int], ctas: list[int], hold: int, rounds:
     p = overlap_problem(model, world)
     ns = {name: t.slowest_ns for name, t in times.items()}
     expected = {names[split]: time_ns(p, split) for split in splits} | {"at_once": time_ns(p, None), "chosen": time_ns(p, choose(p))}
-    expected["held"] = expected["chosen"]
     best = choose(p)
     return {
         "name": model.name, "heads": model.heads, "sequence": model.sequence, "calls": calls,
@@ -109,16 +105,15 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["flux_1_1024", "flux_1_2048", "wan_14b_480p"])
     parser.add_argument("--first", nargs="+", type=int, default=[1, 2, 3, 4])
     parser.add_argument("--ctas", nargs="+", type=int, default=[8, 12, 16, 24, 0])
-    parser.add_argument("--hold", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     timing.start_group("benchmarks/ulysses_overlap.py")
     rank, begun = dist.get_rank(), time.monotonic()
-    settings = {name: getattr(options, name) for name in ("models", "first", "ctas", "hold", "rounds")} | {"dtype": "bfloat16", "batch": 1}
+    settings = {name: getattr(options, name) for name in ("models", "first", "ctas", "rounds")} | {"dtype": "bfloat16", "batch": 1}
     file = timing.ResultFile(options.out, "ulysses_overlap", write=rank == 0, settings=settings)
     done = set(timing.gather([row["name"] for row in file.content["rows"]])[0])
     for model in (MODELS[name] for name in options.models if MODELS[name].name not in done):
-        row = measure(model, options.first, options.ctas, options.hold, options.rounds)
+        row = measure(model, options.first, options.ctas, options.rounds)
         file.add(row)
         torch.cuda.empty_cache()
         if rank == 0:

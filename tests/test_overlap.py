@@ -139,7 +139,6 @@ def made(rank: int, heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> Attent
     a._buffer = SimpleNamespace(addresses=addresses, view=lambda *_: torch.empty(1, 1, 1))  # type: ignore[assignment]
     a._watch = SimpleNamespace(address=0)  # type: ignore[assignment]
     a._control = a._signals = torch.zeros(2)
-    a.hold_cycles = 0
     return a
 
 

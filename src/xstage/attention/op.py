@@ -194,9 +194,8 @@ class AttentionA2A:
         self.mode = self._choose_mode(fallback)
         self.inputs: HeadExchange | None = None  # of `ulysses`, made by its first call
         self.split: Split | None = None  # how the last call of `ulysses` was split; None: not
-        # For measurement: see `overlap.Split`; cycles by which attention of the first heads is held, so that the rest surely has its SMs.
+        # For measurement: see `overlap.Split`.
         self.rest_ctas: int | None = None
-        self.hold_cycles = 0
         self._splits: dict[tuple[int, SequenceLayout, bool, int | None], Split | None] = {}
         self._side: torch.cuda.Stream | None = None
         self._handle = next(_ids)
@@ -503,8 +502,6 @@ class AttentionA2A:
         self._side.wait_stream(current)
         rest()
         with torch.cuda.stream(self._side):
-            if self.hold_cycles:
-                torch.cuda._sleep(self.hold_cycles)
             self._launch(parts[0], turn, x, scale, with_lse)
         self._launch(parts[1], turn, x, scale, with_lse)
         current.wait_stream(self._side)
