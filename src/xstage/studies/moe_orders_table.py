@@ -59,7 +59,7 @@ def _said(precision: str, content: Mapping[str, Any], rows: Rows) -> str:
         return f"{precision}: not measured."
     near = sum(r["derived"]["auto_over_best"] <= 1.02 for r in rows) / len(rows)
     worst = max(r["derived"]["auto_loss"] for r in rows)
-    said = [f"{precision}: `auto` is within 2% of the better order in {near:.0%} of them, at worst {worst:+.1%} against expert-wave."]
+    said = [f"{precision}: `auto` is within 2% of the best order in {near:.0%} of them, at worst {worst:+.1%} against expert-wave."]
     if not content["complete"]:
         settings = content["settings"]
         all_of_them = len(PAPER) * len(settings["routings"]) * len(settings["sizes"]) * len(settings["shares"])

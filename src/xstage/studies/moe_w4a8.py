@@ -18,7 +18,7 @@ from typing import Any
 from xstage.moe.auto_order import MXFP4_EPILOGUE_NS, MXFP4_NS_PER_K, PLATFORM
 from xstage.platform import load_platform
 from xstage.studies.moe84 import summary
-from xstage.studies.moe_orders import SHAPES, SHARE_NAMES, SHARES, SIZES, configurations
+from xstage.studies.moe_orders import ORDERS, SHAPES, SHARE_NAMES, SHARES, SIZES, configurations
 from xstage.studies.moe_prediction import order_times
 from xstage.studies.one_list import drawn
 from xstage.studies.result import SIMULATED, write_study
@@ -30,7 +30,7 @@ def run(out: Path | None = SIMULATED, shapes: Sequence[str] = SHAPES, sizes: Seq
     """Simulate every configuration; writes `moe_w4a8.json`."""
     platform, rows = load_platform(PLATFORM, samples=False), []
     for c in (c for part in configurations(shapes, sizes, SHARES, "mxfp4") for c in part):
-        times = order_times({**c.what, "counts": drawn(c.what, RANKS)}, platform, RANKS)
+        times = order_times({**c.what, "counts": drawn(c.what, RANKS)}, platform, RANKS, ORDERS)
         speedup = times["expert_wave"] / times["interleaved"]
         rows.append({**c.what, **{f"{name}_ns": ns for name, ns in times.items()}, "speedup": speedup})
     found = {f"{share:g}": summary([r["speedup"] for r in rows if r["share"] == share]) for share in SHARES}
