@@ -13,7 +13,7 @@ rows that nobody needs yet would fill the X-Stage, and the stores of Linear-2 wo
 thinks must not wait for it, and two ranks could wait for each other: a warp that has seen no progress for `PATIENCE_NS` sends until it sees
 some.
 
-Tried instead (`docs/moe.md`): stores from registers, by one warp and by two; other distances, and none.
+Tried instead (`docs/moe-kernel.md`): stores from registers, by one warp and by two; other distances, and none.
 
 Not covered: rows in another precision than e4m3, one copy of a row for several picks on one rank.
 """
