@@ -125,9 +125,27 @@ def ltx(text: int, image: int) -> Built:
     }  # fmt: skip
 
 
+def hunyuan(text: int, image: int, **more: Any) -> Built:
+    """Text with padding behind it."""
+    from diffusers import HunyuanVideoTransformer3DModel
+
+    model = HunyuanVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=HEADS, attention_head_dim=HEAD_DIM, num_layers=1, num_single_layers=1,
+        num_refiner_layers=1, mlp_ratio=2.0, guidance_embeds=True, text_embed_dim=16, pooled_projection_dim=8, rope_axes_dim=(4, 4, 8),
+        **more,
+    )  # fmt: skip
+    mask = torch.ones(BATCH, text + 3)
+    mask[:, text:] = 0
+    return model, {
+        "hidden_states": _randn(BATCH, 4, image, 2, 2), "timestep": torch.tensor([3] * BATCH), "guidance": torch.tensor([2.0] * BATCH),
+        "encoder_hidden_states": _randn(BATCH, text + 3, 16), "encoder_attention_mask": mask, "pooled_projections": _randn(BATCH, 8),
+    }  # fmt: skip
+
+
 FAMILIES: dict[str, Callable[[int, int], Built]] = {
     "Wan": wan, "Wan image to video": wan_image, "Wan timestep per token": wan_per_token, "ChronoEdit": chronoedit, "FLUX": flux,
     "FLUX.2": flux2, "Qwen-Image": qwen, "Qwen-Image edit": qwen_edit, "Qwen-Image masked": qwen_masked, "LTX": ltx,
+    "HunyuanVideo": hunyuan,
 }  # fmt: skip
 
 

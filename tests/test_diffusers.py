@@ -237,6 +237,18 @@ def check_refusals(rank: int, world: int) -> None:
         enable(cog)
     with pytest.raises(XStageError, match=r"processor, a CogVideoXAttnProcessor2_0, does not use diffusers' attention dispatcher"):
         enable(cog, plan={"proj_out": None})
+    with pytest.raises(XStageError, match="model: this HunyuanVideoTransformer3DModel treats its first frame apart"):
+        enable(models.hunyuan(5, 9, image_condition_type="token_replace")[0])
+    hunyuan, some = models.hunyuan(5, 9)
+    enable(hunyuan)
+    for place, message in ((3, "prompts of 4 and 5 tokens"), (slice(0, 1), "prompts of 4 and 5 tokens")):
+        mask = some["encoder_attention_mask"].clone()
+        mask[0, place] = 0
+        with pytest.raises(XStageError, match=f"encoder_attention_mask: {message}"):
+            hunyuan(**{**some, "encoder_attention_mask": mask})
+    with pytest.raises(XStageError, match="encoder_attention_mask: padding before text"):
+        hunyuan(**{**some, "encoder_attention_mask": some["encoder_attention_mask"].flip(1)})
+    disable(hunyuan)
     pipe = FluxPipeline(FlowMatchEulerDiscreteScheduler(), None, None, None, None, None, None)
     with pytest.raises(XStageError, match="no component of FluxPipeline"):
         enable(pipe)

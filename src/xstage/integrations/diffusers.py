@@ -14,6 +14,9 @@ is changed but the model's own attributes, which `disable` puts back.
 A sequence is cut as `torch.tensor_split` cuts it, every stream (text, image) by itself. A rank's rows of all streams are contiguous in
 the sequence that attention sees: full attention does not mind the order of its keys.
 
+HunyuanVideo, for which diffusers has no plan, has one here. It would tell its attention of padded text by a mask; so padding is cut off
+before the forward, which asks the device for the prompt's length once per forward.
+
 How many rows each rank has is agreed on the host once per kind of forward and attention call; later forwards with inputs of the same shapes
 say nothing (`_Ulysses._of_all_ranks`).
 
@@ -25,6 +28,7 @@ of another length than its queries, is exchanged without the fused kernel, and s
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
@@ -44,7 +48,7 @@ from xstage.symmetric import Agreement, joined, next_number
 try:
     from diffusers.hooks import HookRegistry, ModelHook
     from diffusers.hooks.context_parallel import _get_submodule_by_name, apply_context_parallel, remove_context_parallel
-    from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
+    from diffusers.models._modeling_parallel import ContextParallelConfig, ContextParallelInput, ContextParallelOutput, ParallelConfig
     from diffusers.models.attention import AttentionModuleMixin
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
     from diffusers.models.attention_processor import Attention, MochiAttention
@@ -56,11 +60,21 @@ OPTIONS = ("max_sequence", "max_batch", "buffers", "variant", "timeout_s", "fall
 # What `tests/test_diffusers.py` holds against the whole model.
 TESTED = (
     "WanTransformer3DModel", "ChronoEditTransformer3DModel", "FluxTransformer2DModel", "Flux2Transformer2DModel",
-    "QwenImageTransformer2DModel", "LTXVideoTransformer3DModel",
+    "QwenImageTransformer2DModel", "LTXVideoTransformer3DModel", "HunyuanVideoTransformer3DModel",
 )  # fmt: skip
-# Cross-attention layers whose text diffusers' plan splits as well. It is small and the same on every rank: it stays whole, and these layers
-# stay as they are.
-_LOCAL_LAYERS = {"LTXVideoTransformer3DModel": "attn2"}
+# Plans for models to which diffusers gives none.
+_PLANS: dict[str, dict[str, Any]] = {
+    "HunyuanVideoTransformer3DModel": {
+        "x_embedder": {0: ContextParallelInput(split_dim=1, expected_dims=3, split_output=True)},
+        "context_embedder": {0: ContextParallelInput(split_dim=1, expected_dims=3, split_output=True)},
+        "rope": {i: ContextParallelInput(split_dim=0, expected_dims=2, split_output=True) for i in range(2)},
+        "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
+    },
+}
+# Modules whose attention stays as it is: of whole text, which is small and the same on every rank. LTX: cross-attention, whose text
+# diffusers' plan splits as well. HunyuanVideo: what refines the text, before it is split.
+_LOCAL_LAYERS = {"LTXVideoTransformer3DModel": "attn2", "HunyuanVideoTransformer3DModel": "context_embedder"}
+_PADDED = ("HunyuanVideoTransformer3DModel",)  # see `_without_padding`
 _GATHER = "xstage_gather---{}"
 _ENABLED = "_xstage_enabled"  # attribute of a model
 
@@ -98,7 +112,7 @@ def enable(
     ulysses = _Ulysses(mesh, copy, options)
     names = [type(m).__name__ for m in models]
     ulysses.agreement.same("enable", {"models": names, "options": sorted(f"{name}={value}" for name, value in options.items())})
-    changes = [_Enabled(m, ulysses, plan or m._cp_plan) for m in models]
+    changes = [_Enabled(m, ulysses, plan or _plan_of(m)) for m in models]
     try:
         for number, transformer in enumerate(models):
             setattr(transformer, _ENABLED, changes[number])
@@ -137,6 +151,7 @@ class _Ulysses(ParallelConfig):
         tag = f"diffusers/{self.group.group_name}/{next_number(self.group, 'diffusers')}"
         self.agreement = Agreement(self.group, tag, options.get("timeout_s", 30.0))
         self.forward: Any = None  # what is the same on all ranks about the forward that runs; None: not known
+        self.unpadded = False  # a mask of the forward that runs masks nothing
         self._turn, self._known = 0, dict[Any, list[tuple[int, ...]]]()
         self._copy, self._operators = copy, dict[Any, AttentionA2A]()
         self._options, self._first_heads = {k: v for k, v in options.items() if k != "first_heads"}, options.get("first_heads")
@@ -146,6 +161,28 @@ class _Ulysses(ParallelConfig):
     def begin(self, forward: Any) -> None:
         """A model's forward begins (None: ends)."""
         self.forward, self._turn = forward, 0
+        if forward is None:
+            self.unpadded = False
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
+    def without_padding(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a forward without padding behind the text, which then needs no mask.
+
+        Raises:
+            XStageError: prompts of unequal length, or text that is not in front.
+        """
+        given = dict(inspect.signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments)
+        given.pop("self")
+        mask = given["encoder_attention_mask"].bool()
+        lengths = mask.sum(1).tolist()
+        if len(set(lengths)) > 1:
+            raise XStageError(f"encoder_attention_mask: prompts of {min(lengths)} and {max(lengths)} tokens; they must be of equal length")
+        if not bool(mask[:, : lengths[0]].all()):
+            raise XStageError("encoder_attention_mask: padding before text; text must come first")
+        for name in ("encoder_hidden_states", "encoder_attention_mask"):
+            given[name] = given[name][:, : lengths[0]]
+        self.unpadded = True
+        return (), given
 
     def close(self) -> None:
         """Free the operators' buffers."""
@@ -170,6 +207,7 @@ class _Ulysses(ParallelConfig):
             raise XStageError("query: requires a gradient; there is no backward (use torch.no_grad())")
         if not q.shape[2] == k.shape[2] == v.shape[2]:
             raise XStageError(f"key: {k.shape[2]} heads; it must have as many as query ({q.shape[2]})")
+        mask = None if self.unpadded else mask
         heads = _heads(q.shape[2], self.world)
         sizes = self._of_all_ranks((q.shape[1], k.shape[1], -1 if mask is None else mask.shape[-1]))
         q_rows, k_rows, mask_rows = (tuple(column) for column in zip(*sizes, strict=True))
@@ -281,7 +319,9 @@ class _Enabled:
         apply_context_parallel(model, ulysses.context_parallel_config, self._splits)
         for module, name, outputs in self._gathers:
             HookRegistry.check_if_exists_or_initialize(module).register_hook(_Gather(outputs, ulysses), name)
-        self._handles = [
+        if type(model).__name__ in _PADDED:
+            self._handles.append(model.register_forward_pre_hook(ulysses.without_padding, with_kwargs=True))
+        self._handles += [
             model.register_forward_pre_hook(lambda _, args, kwargs: ulysses.begin((number, _kind([args, kwargs]))), with_kwargs=True),
             model.register_forward_hook(lambda *_: ulysses.begin(None), always_call=True),
         ]
@@ -386,7 +426,7 @@ def _mesh(group: Any, model: Any) -> DeviceMesh:
 def _models(model: Any, plan: Any) -> list[Any]:
     """The transformers to enable: `model` itself, or a pipeline's components that have a plan."""
     if isinstance(model, ModelMixin):
-        if plan is None and model._cp_plan is None:
+        if plan is None and _plan_of(model) is None:
             raise XStageError(f"plan: {type(model).__name__} has no context-parallel plan (`_cp_plan`), and none was given")
         return [model]
     if plan is not None:
@@ -394,14 +434,20 @@ def _models(model: Any, plan: Any) -> list[Any]:
     parts = getattr(model, "components", None)
     if not isinstance(parts, dict):
         raise XStageError(f"model: {type(model).__name__} is neither a diffusers model nor a pipeline")
-    found = [m for m in parts.values() if isinstance(m, ModelMixin) and m._cp_plan is not None]
+    found = [m for m in parts.values() if isinstance(m, ModelMixin) and _plan_of(m) is not None]
     if not found:
         raise XStageError(f"model: no component of {type(model).__name__} has a context-parallel plan (`_cp_plan`)")
     return found
 
 
+def _plan_of(model: Any) -> Any:
+    return _PLANS.get(type(model).__name__) if model._cp_plan is None else model._cp_plan
+
+
 def _check(model: Any, world: int) -> None:
     name = type(model).__name__
+    if getattr(model.config, "image_condition_type", None) == "token_replace":
+        raise XStageError(f"model: this {name} treats its first frame apart ('token_replace'); it cannot be split")
     if model._parallel_config is not None:
         raise XStageError(f"model: parallelism is already enabled on this {name}")
     found = list(_processors(model))
@@ -421,7 +467,7 @@ def _processors(model: Any) -> Iterator[tuple[str, Any, Any]]:
     """(name, module, processor) of the attention layers that are to be split."""
     local = _LOCAL_LAYERS.get(type(model).__name__)
     for name, module in model.named_modules():
-        if isinstance(module, (Attention, MochiAttention, AttentionModuleMixin)) and name.rpartition(".")[2] != local:
+        if isinstance(module, (Attention, MochiAttention, AttentionModuleMixin)) and local not in name.split("."):
             yield name, module, module.processor
 
 
