@@ -142,10 +142,30 @@ def hunyuan(text: int, image: int, **more: Any) -> Built:
     }  # fmt: skip
 
 
+def cogvideox(text: int, image: int, rotary: bool = True) -> Built:
+    from diffusers import CogVideoXTransformer3DModel
+
+    model = CogVideoXTransformer3DModel(
+        num_attention_heads=HEADS, attention_head_dim=HEAD_DIM, in_channels=4, out_channels=4, time_embed_dim=8, text_embed_dim=16,
+        num_layers=2, sample_width=2, sample_height=2, sample_frames=4 * image - 3, max_text_seq_length=text,
+        use_rotary_positional_embeddings=rotary,
+    )  # fmt: skip
+    places = {"image_rotary_emb": (torch.rand(image, HEAD_DIM), torch.rand(image, HEAD_DIM))} if rotary else {}
+    return model, {
+        "hidden_states": _randn(BATCH, image, 4, 2, 2), "encoder_hidden_states": _randn(BATCH, text, 16),
+        "timestep": torch.tensor([3] * BATCH), **places,
+    }  # fmt: skip
+
+
+def cogvideox_sincos(text: int, image: int) -> Built:
+    """Places that are added to the patches, as the model of two billion weights has them."""
+    return cogvideox(text, image, rotary=False)
+
+
 FAMILIES: dict[str, Callable[[int, int], Built]] = {
     "Wan": wan, "Wan image to video": wan_image, "Wan timestep per token": wan_per_token, "ChronoEdit": chronoedit, "FLUX": flux,
     "FLUX.2": flux2, "Qwen-Image": qwen, "Qwen-Image edit": qwen_edit, "Qwen-Image masked": qwen_masked, "LTX": ltx,
-    "HunyuanVideo": hunyuan,
+    "HunyuanVideo": hunyuan, "CogVideoX": cogvideox, "CogVideoX, places added": cogvideox_sincos,
 }  # fmt: skip
 
 

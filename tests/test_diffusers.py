@@ -224,19 +224,19 @@ def check_uses(rank: int, world: int) -> None:
 
 
 def check_refusals(rank: int, world: int) -> None:
-    from diffusers import CogVideoXTransformer3DModel, FlowMatchEulerDiscreteScheduler, FluxPipeline
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, MochiTransformer3DModel
     from torch.distributed.device_mesh import init_device_mesh
 
     from xstage.integrations.diffusers import disable, enable
 
-    cog = CogVideoXTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=4, time_embed_dim=2, text_embed_dim=8, num_layers=1,
-        sample_width=8, sample_height=8, sample_frames=9, patch_size=2, max_text_seq_length=8,
+    mochi = MochiTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=8, num_layers=2, pooled_projection_dim=16, in_channels=4, text_embed_dim=16,
+        time_embed_dim=4, max_sequence_length=8,
     )  # fmt: skip
-    with pytest.raises(XStageError, match="plan: CogVideoXTransformer3DModel has no context-parallel plan"):
-        enable(cog)
-    with pytest.raises(XStageError, match=r"processor, a CogVideoXAttnProcessor2_0, does not use diffusers' attention dispatcher"):
-        enable(cog, plan={"proj_out": None})
+    with pytest.raises(XStageError, match="plan: MochiTransformer3DModel has no context-parallel plan"):
+        enable(mochi)
+    with pytest.raises(XStageError, match=r"processor, a MochiAttnProcessor2_0, does not use diffusers' attention dispatcher"):
+        enable(mochi, plan={"proj_out": None})
     with pytest.raises(XStageError, match="model: this HunyuanVideoTransformer3DModel treats its first frame apart"):
         enable(models.hunyuan(5, 9, image_condition_type="token_replace")[0])
     hunyuan, some = models.hunyuan(5, 9)

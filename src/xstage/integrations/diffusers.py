@@ -14,8 +14,9 @@ is changed but the model's own attributes, which `disable` puts back.
 A sequence is cut as `torch.tensor_split` cuts it, every stream (text, image) by itself. A rank's rows of all streams are contiguous in
 the sequence that attention sees: full attention does not mind the order of its keys.
 
-HunyuanVideo, for which diffusers has no plan, has one here. It would tell its attention of padded text by a mask; so padding is cut off
-before the forward, which asks the device for the prompt's length once per forward.
+HunyuanVideo and CogVideoX, for which diffusers has no plan, have one here. HunyuanVideo would tell its attention of padded text by a mask;
+so padding is cut off before the forward, which asks the device for the prompt's length once per forward. CogVideoX's processors do not call
+the dispatcher; while it is enabled, others do their work (`_CogVideoXProcessor`).
 
 How many rows each rank has is agreed on the host once per kind of forward and attention call; later forwards with inputs of the same shapes
 say nothing (`_Ulysses._of_all_ranks`).
@@ -51,7 +52,8 @@ try:
     from diffusers.models._modeling_parallel import ContextParallelConfig, ContextParallelInput, ContextParallelOutput, ParallelConfig
     from diffusers.models.attention import AttentionModuleMixin
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
-    from diffusers.models.attention_processor import Attention, MochiAttention
+    from diffusers.models.attention_processor import Attention, CogVideoXAttnProcessor2_0, MochiAttention
+    from diffusers.models.embeddings import apply_rotary_emb
     from diffusers.models.modeling_utils import ModelMixin
 except ImportError as error:
     raise UnsuitableMachine(f"diffusers: {error} (pip install 'xstage[diffusers]')") from error
@@ -60,7 +62,7 @@ OPTIONS = ("max_sequence", "max_batch", "buffers", "variant", "timeout_s", "fall
 # What `tests/test_diffusers.py` holds against the whole model.
 TESTED = (
     "WanTransformer3DModel", "ChronoEditTransformer3DModel", "FluxTransformer2DModel", "Flux2Transformer2DModel",
-    "QwenImageTransformer2DModel", "LTXVideoTransformer3DModel", "HunyuanVideoTransformer3DModel",
+    "QwenImageTransformer2DModel", "LTXVideoTransformer3DModel", "HunyuanVideoTransformer3DModel", "CogVideoXTransformer3DModel",
 )  # fmt: skip
 # Plans for models to which diffusers gives none.
 _PLANS: dict[str, dict[str, Any]] = {
@@ -68,6 +70,13 @@ _PLANS: dict[str, dict[str, Any]] = {
         "x_embedder": {0: ContextParallelInput(split_dim=1, expected_dims=3, split_output=True)},
         "context_embedder": {0: ContextParallelInput(split_dim=1, expected_dims=3, split_output=True)},
         "rope": {i: ContextParallelInput(split_dim=0, expected_dims=2, split_output=True) for i in range(2)},
+        "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
+    },
+    "CogVideoXTransformer3DModel": {
+        "": {"image_rotary_emb": [ContextParallelInput(split_dim=0, expected_dims=2) for _ in range(2)]},
+        "transformer_blocks.0": {
+            name: ContextParallelInput(split_dim=1, expected_dims=3) for name in ("hidden_states", "encoder_hidden_states")
+        },
         "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
     },
 }
@@ -311,6 +320,9 @@ class _Enabled:
     def apply(self, number: int) -> None:
         """`number` tells models apart that share operators."""
         model, ulysses = self._model, self._ulysses
+        for _, module, processor in _processors(model):
+            if type(processor) is CogVideoXAttnProcessor2_0:
+                self._set(module, "processor", _CogVideoXProcessor())
         processors = {id(p): p for _, _, p in _processors(model)}
         for processor in processors.values():
             self._set(processor, "_attention_backend", _backend(processor._attention_backend))
@@ -355,6 +367,26 @@ class _Enabled:
     def _set(self, target: Any, name: str, value: Any) -> None:
         self._attributes.append((target, name, name in vars(target), getattr(target, name)))
         setattr(target, name, value)
+
+
+class _CogVideoXProcessor:
+    """What `CogVideoXAttnProcessor2_0` does, by diffusers' attention dispatcher."""
+
+    _attention_backend: Any = None
+    _parallel_config: Any = None
+
+    def __call__(
+        self, attn: Any, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        text, both = encoder_hidden_states.shape[1], torch.cat([encoder_hidden_states, hidden_states], 1)
+        q, k, v = (project(both).unflatten(2, (attn.heads, -1)) for project in (attn.to_q, attn.to_k, attn.to_v))
+        q, k = q if attn.norm_q is None else attn.norm_q(q), k if attn.norm_k is None else attn.norm_k(k)
+        if image_rotary_emb is not None:
+            q, k = (torch.cat([x[:, :text], apply_rotary_emb(x[:, text:], image_rotary_emb, sequence_dim=1)], 1) for x in (q, k))
+        chosen = {"backend": self._attention_backend, "parallel_config": self._parallel_config}
+        out = attn.to_out[1](attn.to_out[0](dispatch_attention_fn(q, k, v, attn_mask=attention_mask, **chosen).flatten(2)))
+        return out[:, text:], out[:, :text]
 
 
 class _Gather(ModelHook):
@@ -441,7 +473,11 @@ def _models(model: Any, plan: Any) -> list[Any]:
 
 
 def _plan_of(model: Any) -> Any:
-    return _PLANS.get(type(model).__name__) if model._cp_plan is None else model._cp_plan
+    """diffusers' plan, or ours, or None."""
+    plan = model._cp_plan or _PLANS.get(type(model).__name__)
+    if plan and getattr(model.config, "use_rotary_positional_embeddings", True) is False:  # CogVideoX: then it is not given them
+        return {name: entry for name, entry in plan.items() if name}
+    return plan
 
 
 def _check(model: Any, world: int) -> None:
@@ -454,6 +490,8 @@ def _check(model: Any, world: int) -> None:
     if not found:
         raise XStageError(f"model: {name} has no attention layers of diffusers' classes")
     for layer, module, processor in found:
+        if type(processor) is CogVideoXAttnProcessor2_0:
+            continue
         if not hasattr(processor, "_parallel_config") or not hasattr(processor, "_attention_backend"):
             raise XStageError(f"model: {layer}.processor, a {type(processor).__name__}, does not use diffusers' attention dispatcher")
         heads = getattr(module, "heads", None)
