@@ -4,7 +4,7 @@ Each row is a model at a resolution, built from its public configuration at full
 (`dit_models`; FLUX.1: a third of the blocks with two streams, the rest with one, as published). A step is one forward at batch 1:
 embeddings, the split, the blocks, the output put together. All variants of a row share their weights. Before anything is timed, the
 outputs of all variants are held against the whole model in float32: none of ours may be more than `LIMIT` times as far from it as the
-worst of diffusers'.
+worst of diffusers', or of the whole model in bf16 where diffusers cannot split it (HunyuanVideo: it has no plan).
 
 * `diffusers_NAME`: `enable_parallelism` with `ulysses_degree`, with `ulysses_anything` where a length is not a multiple of the ranks (then
   it exchanges lengths on the host in every layer); one variant for each attention backend of `BACKENDS` that runs. The fastest counts.
@@ -121,7 +121,20 @@ def _wan(m: Model, layers: int) -> tuple[Any, dict[str, Any]]:
     }  # fmt: skip
 
 
-_INPUTS: dict[str, Callable[[Model, int], tuple[Any, dict[str, Any]]]] = {"flux": _flux, "qwen": _qwen, "wan": _wan}
+def _hunyuan(m: Model, layers: int) -> tuple[Any, dict[str, Any]]:
+    from diffusers import HunyuanVideoTransformer3DModel
+
+    double = max(1, round(layers / 3))
+    frames, height, width = m.grid
+    return HunyuanVideoTransformer3DModel(num_layers=double, num_single_layers=layers - double, **m.config), {
+        "hidden_states": torch.randn(1, m.config["in_channels"], frames, 2 * height, 2 * width), "timestep": torch.tensor([256]),
+        "encoder_hidden_states": torch.randn(1, m.text, m.config["text_embed_dim"]), "guidance": torch.tensor([6016.0]),
+        "encoder_attention_mask": torch.ones(1, m.text, dtype=torch.long),
+        "pooled_projections": torch.randn(1, m.config["pooled_projection_dim"]),
+    }  # fmt: skip
+
+
+_INPUTS: dict[str, Callable[[Model, int], tuple[Any, dict[str, Any]]]] = {"flux": _flux, "qwen": _qwen, "wan": _wan, "hunyuan": _hunyuan}
 
 
 def twin(transformer: Any) -> Any:
@@ -147,9 +160,9 @@ def check(errors: Mapping[str, float]) -> None:
     """Refuse variants that are further from the whole model than `dtype` explains.
 
     Raises:
-        XStageError: a variant of ours is more than `LIMIT` times as far as the worst of diffusers', or one is not a number.
+        XStageError: a variant of ours is more than `LIMIT` times as far as the worst of diffusers' (or `whole`), or one is not a number.
     """
-    worst = max((e for name, e in errors.items() if name.startswith("diffusers_")), default=0.0)
+    worst = max((e for name, e in errors.items() if name.startswith("diffusers_") or name == "whole"), default=0.0)
     for name, e in errors.items():
         if not e < float("inf") or (name.startswith("ours") and e > LIMIT * worst):
             said = ", ".join(f"{n} {v:.2e}" for n, v in errors.items())
@@ -189,9 +202,13 @@ def variants(model: Model, transformer: Any, inputs: Mapping[str, Any], backends
 
     def add(name: str, made: Any, before: Callable[[], Any] = lambda: None) -> None:
         v.steps[name] = partial(_forward, made, inputs)
-        v.layers[name] = partial(_attend, next(iter(made.attn_processors.values())), mine, before)
+        processor = next(p for p in made.attn_processors.values() if getattr(p, "_parallel_config", None) is not None)
+        v.layers[name] = partial(_attend, processor, mine, before)
 
     for short, backend in backends.items():
+        if transformer._cp_plan is None:
+            v.missing[f"diffusers_{short}"] = "diffusers has no plan for it"
+            continue
         name, made = f"diffusers_{short}", twin(transformer)
         reason = _why_not(partial(made.set_attention_backend, backend))
         if not reason:
@@ -441,9 +458,12 @@ def measure(
     exact = truth(transformer, inputs)
     found = variants(model, transformer, inputs, backends)
     try:
-        if not any(name.startswith("diffusers_") for name in found.steps):
+        planned = transformer._cp_plan is not None
+        if planned and not any(name.startswith("diffusers_") for name in found.steps):
             raise UnsuitableMachine(f"diffusers: none of its backends runs {model.name} here ({found.missing})")
-        errors = {name: error(step(), exact) for name, step in found.steps.items()}
+        whole: dict[str, Step] = {} if planned else {"whole": partial(_forward, transformer, inputs)}
+        steps = {**whole, **found.steps}
+        errors = {name: error(step(), exact) for name, step in steps.items()}
         errors = {name: max(e[name] for e in timing.gather(errors)) for name in errors}
         check(errors)
         del exact

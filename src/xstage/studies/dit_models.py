@@ -84,13 +84,18 @@ _WAN = {
     "patch_size": (1, 2, 2), "attention_head_dim": 128, "in_channels": 16, "out_channels": 16, "text_dim": 4096, "freq_dim": 256,
     "cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "rope_max_seq_len": 1024,
 }  # fmt: skip
-# Images in patches of 16 pixels; 81 frames of 480 × 832 are 21 latent frames of 30 × 52 patches.
+_HUNYUAN = {
+    "in_channels": 16, "out_channels": 16, "num_attention_heads": 24, "attention_head_dim": 128, "num_refiner_layers": 2, "mlp_ratio": 4.0,
+    "guidance_embeds": True, "text_embed_dim": 4096, "pooled_projection_dim": 768, "rope_axes_dim": (16, 56, 56),
+}  # fmt: skip
+# Images in patches of 16 pixels; 81 frames of 480 × 832 are 21 latent frames of 30 × 52 patches, 129 of 720 × 1280 are 33 of 45 × 80.
 MODELS = (
     Model("FLUX.1 1024²", "flux", (1, 64, 64), 512, 57, _FLUX),
     Model("FLUX.1 2048²", "flux", (1, 128, 128), 512, 57, _FLUX),
     Model("Qwen-Image 1328²", "qwen", (1, 83, 83), 256, 60, _QWEN),
     Model("Wan 1.3B 480p", "wan", (21, 30, 52), 512, 30, {**_WAN, "num_attention_heads": 12, "ffn_dim": 8960}),
     Model("Wan 14B 480p", "wan", (21, 30, 52), 512, 40, {**_WAN, "num_attention_heads": 40, "ffn_dim": 13824}),
+    Model("HunyuanVideo 720p", "hunyuan", (33, 45, 80), 256, 60, _HUNYUAN),
 )
 
 
