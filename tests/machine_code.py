@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
-# Kernels compile where their packages are: the test environment has them on Linux.
-needs_compiler = pytest.mark.skipif(
-    any(find_spec(name) is None for name in ("cutlass", "triton")), reason="the kernel packages are not installed"
-)
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """Kernels compile where their packages are: the test environment has them on Linux."""
+    return pytest.mark.skipif(any(find_spec(name) is None for name in packages), reason="the kernel packages are not installed")
+
+
+needs_compiler = needs("cutlass", "triton")
 
 
 def disassembler() -> str:

@@ -10,14 +10,12 @@ import re
 import subprocess
 import sys
 from difflib import SequenceMatcher
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from machine_code import needs
 
-pytestmark = pytest.mark.skipif(
-    any(find_spec(name) is None for name in ("cutlass", "flash_attn", "quack", "triton")), reason="the kernel packages are not installed"
-)
+pytestmark = needs("cutlass", "flash_attn", "quack", "triton")
 
 # dtype, head dim, queries per key/value head, causal, log-sum-exp, then how a CTA knows its tile: runs (0: from the table), the first
 MAIN = [f"fused,bfloat16,128,1,0,0,{start}" for start in ("2,1", "1,0", "0,0")]

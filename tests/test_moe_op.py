@@ -476,11 +476,10 @@ def test_serial_pipeline_in_order(alone: None, monkeypatch: pytest.MonkeyPatch) 
 
 def test_few_rows_take_the_narrow_kernel(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     import xstage.moe
-    from xstage.moe.pipeline import rows_of_an_expert
+    from xstage.moe.shapes import rows_of_an_expert
     from xstage.moe.work_table import NARROW_ROWS, WorkOrder
 
-    shared = BufferLayout(2, 128, 2048, 8, 8192)
-    assert [rows_of_an_expert(tokens, shared) for tokens in (0, 1, 384, 385)] == [0, 1, NARROW_ROWS, NARROW_ROWS + 1]
+    assert [rows_of_an_expert(tokens, ranks=2, top_k=8, experts=128) for tokens in (0, 1, 384, 385)] == [0, 1, NARROW_ROWS, NARROW_ROWS + 1]
 
     exchange, grouped_gemm = types.ModuleType("xstage.moe.exchange"), types.ModuleType("xstage.moe.grouped_gemm")
     exchange.Exchange = _Exchange  # type: ignore[attr-defined]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +17,7 @@ import ranks
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from machine_code import needs
 
 from xstage.attention import entry, overlap
 from xstage.attention import op as module
@@ -142,9 +142,7 @@ def made(rank: int, heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> Attent
     return a
 
 
-@pytest.mark.skipif(
-    any(find_spec(name) is None for name in ("cutlass", "flash_attn", "quack")), reason="the kernel packages are not installed"
-)
+@needs("cutlass", "flash_attn", "quack")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("rank", "first"), [(0, 1), (0, 2), (1, 1), (1, 2), (0, 0)])
 def test_what_a_call_in_two_parts_launches(rank: int, first: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:

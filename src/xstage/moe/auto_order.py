@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from xstage.moe.shapes import MoEShape
+from xstage.moe.shapes import MoEShape, rows_of_an_expert
 from xstage.moe.work_table import TILE_COLUMNS, TILE_ROWS
 from xstage.platform import load_platform
 
@@ -41,7 +41,7 @@ def auto_order(model: MoEShape, tokens: int, ranks: int, share: float | None = N
 
     tokens: per rank, in the largest call. share: of results, that go to other ranks (None: 1 − 1/ranks).
     """
-    rows = -(-tokens * ranks * model.top_k // model.experts)
+    rows = rows_of_an_expert(tokens, ranks, model.top_k, model.experts)
     burst = burst_ns(1 - 1 / ranks if share is None else share) * min(rows / TILE_ROWS, 1.0)
     mixed = rows > MANY_ROWS and 3 * model.hidden * model.intermediate <= L2_BYTES
     return "interleaved" if mixed or burst > tile_ns(model.intermediate) else "linear1_first"

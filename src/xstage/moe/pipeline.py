@@ -21,6 +21,7 @@ import torch.distributed as dist
 from xstage.moe import quantize, routing
 from xstage.moe.layout import BufferLayout
 from xstage.moe.reference import Linear, swiglu
+from xstage.moe.shapes import rows_of_an_expert
 from xstage.moe.spans import Spans
 from xstage.moe.weights import Weights
 from xstage.moe.weights_mxfp4 import Mxfp4Weights
@@ -85,7 +86,9 @@ class KernelPipeline:
             PeerTimeout: an earlier call's kernel gave up on a peer.
         """
         self.exchange.dispatch(x, x_scales, topk_idx, topk_weights)
-        few = self._may_be_narrow and self.spans is None and rows_of_an_expert(len(x), self.exchange.layout) <= self.narrow_rows
+        layout = self.exchange.layout
+        rows = rows_of_an_expert(len(x), layout.ranks, layout.top_k, layout.experts)
+        few = self._may_be_narrow and self.spans is None and rows <= self.narrow_rows
         self.gemms(self.exchange.row_slot, narrow=few)
         self.exchange.combine(topk_idx, out)
 
@@ -137,11 +140,6 @@ class KernelPipeline:
         """Drop the memory. No peer may store into it any more."""
         self.exchange.free()
         self.middle = self.middle_scales = torch.empty(0)
-
-
-def rows_of_an_expert(tokens: int, layout: BufferLayout) -> int:
-    """Rows of an expert on average, rounded up, if every rank has so many tokens and no pick is masked."""
-    return -(-tokens * layout.ranks * layout.top_k // layout.experts)
 
 
 class TorchPipeline:

@@ -1,4 +1,4 @@
-"""Shapes of mixture-of-experts layers: the seven models of the paper's evaluation, Qwen3-30B, and any by numbers.
+"""Shapes of mixture-of-experts layers (the seven models of the paper's evaluation, Qwen3-30B, any by numbers), and their rows per expert.
 
 The shapes are the public ones of the models; the paper does not print them. `DiT-MoE` is synthetic: its shape is not public, the
 intermediate size is inferred from its Linear-2 time in table 2 (1280 on the line through the other rows) and the rest is made up.
@@ -76,3 +76,8 @@ def by_name(name: str, shapes: Sequence[S]) -> S:
         if known.name.lower() == name.lower():
             return known
     raise XStageError(f"shape: {name!r} is unknown, known are {', '.join(s.name for s in shapes)}")
+
+
+def rows_of_an_expert(tokens: int, ranks: int, top_k: int, experts: int) -> int:
+    """Rows of an expert on average, rounded up, if every rank has so many tokens and no pick is masked. experts: over all ranks."""
+    return -(-tokens * ranks * top_k // experts)
