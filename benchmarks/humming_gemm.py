@@ -212,12 +212,12 @@ def ours_plain(name: str, rows: Rows, weights: Weights, which: int) -> Contender
     return Contender(lambda: grouped_gemm.plain(*given), lambda: out[rows.place])
 
 
-def ours_both(name: str, s: MoEShape, rows: Rows, weights: dict[str, Weights]) -> Contender:
+def ours_both(name: str, s: MoEShape, tokens: int, rows: Rows, weights: dict[str, Weights]) -> Contender:
     from xstage.moe import grouped_gemm
 
     device, count, first, second = rows.padded.device, len(rows.padded), weights["linear1"], weights["linear2"]
     columns = (first.n // wt.TILE_COLUMNS, second.n // wt.TILE_COLUMNS)
-    order = wt.WorkOrder.of(auto_order(s.intermediate, 1 - 1 / RANKS), *columns, lead_rows=None, instances=CLUSTERS)
+    order = wt.WorkOrder.of(auto_order(s, tokens, RANKS), *columns, lead_rows=None, instances=CLUSTERS)
     entries = [len(wt.work_table(rows.tiles, n)) for n in columns]
     work, totals = _int32(wt.work_list(rows.loads, order), rows), _int32([*entries, sum(rows.tiles), count], rows)
     middle = torch.empty(count, s.intermediate, dtype=torch.uint8, device=device)
@@ -370,7 +370,7 @@ def times_us(made: dict[str, Contender], rounds: int, pause_s: float) -> tuple[d
 
 
 def contenders(
-    layer: str, names: Sequence[str], s: MoEShape, rows: dict[str, Rows], weights: dict[str, Weights]
+    layer: str, names: Sequence[str], s: MoEShape, tokens: int, rows: dict[str, Rows], weights: dict[str, Weights]
 ) -> Iterator[tuple[str, Contender | None, dict[str, Any]]]:  # fmt: skip
     """Each contender that can be timed, called once, and what its row has to say."""
     wanted: dict[int, dict[int, torch.Tensor]] = {}
@@ -379,7 +379,7 @@ def contenders(
         made: Contender | None = None
         try:
             if layer == "both":
-                made = ours_both(name, s, rows["linear1"], weights)
+                made = ours_both(name, s, tokens, rows["linear1"], weights)
             elif name in HUMMING:
                 made = humming(HUMMING[name], rows[layer], weights[layer])
             else:
@@ -422,7 +422,7 @@ def measure(s: MoEShape, options: argparse.Namespace, file: timing.ResultFile) -
             for name in names:
                 if name in options.without:
                     said[name] = {"time_us": None, "relative_error": None, "error": "left out"}
-            for name, contender, row in contenders(layer, [n for n in names if n not in said], s, rows, weights):
+            for name, contender, row in contenders(layer, [n for n in names if n not in said], s, tokens, rows, weights):
                 said[name] = row
                 if contender is not None:
                     made[name] = contender

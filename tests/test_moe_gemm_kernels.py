@@ -86,16 +86,18 @@ def test_sending_fits_into_the_registers_of_loading(sizes: tuple[int, ...], reco
     ],
 )  # fmt: skip
 def test_machine_code_with_codes(kind: str, option: float | None, sizes: tuple[int, ...] | None, recorded: bool) -> None:
-    """Weights in MXFP4: as many matrix instructions, codes by multicast, and every warpgroup within its registers."""
+    """Weights in MXFP4: a round of two products a stage and one of one, rows by multicast, and every warpgroup within its registers."""
 
     from xstage.moe import decode_sm90, grouped_gemm
 
     layout = None if sizes is None else BufferLayout(*sizes, direct=True)
     code = machine_code.of(grouped_gemm.compiled_gemm(kind, 2, option, layout, recorded, 0, True))["sass"]
-    rounds = 3 if kind == "both" else 2
-    assert len(re.findall(r"QGMMA\.64x128x32", code)) == rounds * 2 * 8
-    assert len(re.findall(r"gsb0", code)) == rounds * 2 * 4, "ptxas serialised the matrix instructions"
-    assert len(re.findall(r"UBLKCP\S*MULTICAST", code)) >= 1
+    products = (2 + 1 + 2 * (2 if kind == "both" else 1)) * 2  # of a round: in the loop over K, there with one row tile, and per layer
+    assert len(re.findall(r"QGMMA\.64x128x32", code)) == products * 4
+    assert len(re.findall(r"gsb0", code)) == products * 2, "ptxas serialised the matrix instructions"
+    assert "UTMALDG.2D.MULTICAST" in code
+    # What the CTAs tell each other of a row: its largest element.
+    assert len(re.findall(r"\bSTAS(?!\.128)", code)) == (kind in ("swiglu", "both"))
     starts = [found.start() for found in re.finditer(r"USETMAXREG", code)]
     assert len(starts) == 3
     loading, decoding, math = (code[a:b] for a, b in zip(starts, [*starts[1:], None], strict=True))
@@ -108,12 +110,12 @@ def test_machine_code_with_codes(kind: str, option: float | None, sizes: tuple[i
         assert "QGMMA" not in part
         assert not re.search(r"\b(LDL|STL)\b", part)
     assert "UBLKCP" in loading
-    # Of both tiles of a stage, with tables by multiply-adds and by conversions: 16 words of eight codes a thread, two permutations each.
-    assert len(re.findall(r"\bPRMT\b", decoding)) >= 2 * 2 * 16 * 2
-    assert len(re.findall(r"STS\.128", decoding)) == 2 * 2 * 8
-    assert len(re.findall(r"F2FP", decoding)) == 2 * 4 * 4
-    # Not in the loop over K: its four halves are the first.
-    assert not re.search(r"\b(LDL)\b", math[: [found.start() for found in re.finditer("gsb0", math)][7]])
+    # With tables by multiply-adds and by conversions: 16 words of eight codes a thread, two permutations each.
+    assert len(re.findall(r"\bPRMT\b", decoding)) >= 2 * 16 * 2
+    assert len(re.findall(r"STS\.128", decoding)) == 2 * 8
+    assert len(re.findall(r"F2FP", decoding)) == 4 * 4
+    # Not in the loop over K: its rounds are the first.
+    assert not re.search(r"\b(LDL)\b", math[: [found.start() for found in re.finditer("gsb0", math)][11]])
     assert len(re.findall(r"\b(?:LDL|STL)\b", math)) <= 24
 
 

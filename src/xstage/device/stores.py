@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T
 
@@ -101,6 +101,16 @@ def send_16(
         "{ .reg .b32 to, barrier; mapa.shared::cluster.u32 to, {$r0}, {$r2}; mapa.shared::cluster.u32 barrier, {$r1}, {$r2}; "
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [to], {{$r3}, {$r4}, {$r5}, {$r6}}, [barrier]; }",
         read_only_args=[shared_address, barrier_address, rank, a, b, c, d],
+    )
+
+
+@cute.jit
+def send_4(shared_address: Int32, barrier_address: Int32, rank: Int32, value: Float32) -> None:
+    """`send_16` of one float: the mbarrier counts 4 bytes."""
+    cute.arch.inline_ptx(
+        "{ .reg .b32 to, barrier; mapa.shared::cluster.u32 to, {$r0}, {$r2}; mapa.shared::cluster.u32 barrier, {$r1}, {$r2}; "
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [to], {$r3}, [barrier]; }",
+        read_only_args=[shared_address, barrier_address, rank, value],
     )
 
 

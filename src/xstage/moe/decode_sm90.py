@@ -1,27 +1,27 @@
 """MXFP4 weights of the grouped GEMM (`gemm_sm90`) on their way to the matrix unit: a fourth warpgroup turns codes into e4m3.
 
-A stage of the ring carries codes instead of e4m3: of two tiles of 128 weight rows × 128 of K, each `mxfp4.TILE_BYTES` as they rest in
-memory, so a tile is one bulk copy, and one for both CTAs of a cluster where they share the weight. Codes and the distances of their
-blocks come together. The decoding warpgroup writes *halves*, such tiles in e4m3 as wgmma reads them (128-byte swizzle), into a ring of
-`HALVES` of its own, in the order in which the math warps multiply: a stage's first tile, then its second.
+A stage of the ring carries codes instead of e4m3, in tiles of 128 weight rows × 128 of K, each `mxfp4.TILE_BYTES` as they rest in
+memory: a tile is one bulk copy, which brings the distances of its blocks too. The decoding warps write *halves*, such tiles in e4m3 as
+wgmma reads them (128-byte swizzle), into a ring of their own, in the order in which the math warps multiply.
 
-    loading warp ─ full ─► decoding warps ─ decoded ─► math warps
-         ▲  ▲                  │    ▲                  │ │
-         │  └─ empty ──────────┘    └────── free ──────┘ │
-         └──── empty ────────────────────────────────────┘
+    loading warp ─ coded ─► decoding warps ─ decoded ─► math warps
+         ▲                          ▲                   │ │
+         │                          └────── free ───────┘ │
+         └──── empty ─────────────────────────────────────┘
 
-* `full` (of a stage): the copies. Decoding and math warps both wait for it, these for the rows and the scales of rows.
+* `coded` (of a stage): the codes are there. `full`: rows and scales are, for which the math warps wait.
 * `decoded` (of a half): each decoding warp arrives once its lanes have written and made a proxy fence: the matrix unit reads shared memory
   as the copy engine does.
 * `free` (of a half): each math warp arrives when its wgmma of that half are over.
-* `empty` (of a stage): math warps, when they are done with the stage, and decoding warps, when they have read what they decode of it;
-  of both CTAs, because either may have been the one that loaded for both.
+* `empty` (of a stage): math warps of both CTAs, when they are done with the stage; then its codes have long been read.
 
-A narrow kernel (`gemm_sm90`) has two decoding warpgroups, one for a stage's first tile and one for its second.
+A stage of a split kernel (`gemm_sm90`) has one tile, and there are half as many halves as stages. A narrow kernel has two decoding
+warpgroups, one for a stage's first tile and one for its second, and `HALVES` halves; its codes may come by multicast, they come with the
+rows (`full`), and decoding warps arrive at `empty` as well.
 
-Decoding warps learn like the math warps from a stage's word that there is no more; they need not know which tile a stage belongs to. No
-wait is new to a loading warp but that for more arrivals, decoding warps wait only for what is loaded and for halves that the math warps
-are about to finish, and these for halves in the order in which they are made. So nothing waits in a circle.
+Decoding warps learn like the math warps from a stage's word that there is no more; they need not know which tile a stage belongs to.
+They wait only for what is loaded and for halves that the math warps are about to finish, and these for halves in the order in which they
+are made. So nothing waits in a circle.
 
 A thread has a row of a tile: four blocks of 32 codes, 16 bytes each. A warp's accesses to shared memory hit every bank equally: blocks
 lie row by row (`mxfp4.to_tiles`), and the swizzle puts eight rows' pieces into eight groups of banks. A block's distance gives its table
@@ -41,12 +41,12 @@ from cutlass import Int32, Int64, const_expr
 from xstage.device import fp4, registers, stores
 from xstage.moe.mxfp4 import LARGEST_SHIFT, TILE_BYTES, TILE_CODE_BYTES
 
-HALVES = 3
+HALVES = 3  # of a narrow kernel
 AHEAD = 2  # blocks whose codes are loaded before they are needed
 HALF_BYTES = 128 * 128
 THREADS = 512
 WARPS = 4  # of a decoding warpgroup
-# Of a math, a loading and a decoding thread: 128 · (2 · 224 + 32 + 32) is all that an SM has.
+# Of a math, a loading and a decoding thread of a split kernel: 128 · (2 · 224 + 32 + 32) is all that an SM has.
 MATH_REGISTERS, LOAD_REGISTERS, DECODE_REGISTERS = 224, 32, 32
 # Of a narrow kernel, whose two decoding warpgroups keep the 128 that they start with: 128 · (216 + 40 + 2 · 128).
 NARROW_MATH_REGISTERS, NARROW_LOAD_REGISTERS = 216, 40
@@ -87,38 +87,65 @@ def load_codes(
 
 @cute.jit
 def decode_stages(
-    words: cute.Tensor, word: cutlass.Constexpr[int], codes: Int32, halves: Int32, rings: Any, stages: cutlass.Constexpr[int],
-    ctas: cutlass.Constexpr[int], mine: Any,
-) -> None:  # fmt: skip
-    """A decoding warpgroup: every stage that comes, until one has the word −1.
+    words: cute.Tensor, word: cutlass.Constexpr[int], codes: Int32, halves: Int32, rings: Any, stages: cutlass.Constexpr[int]
+) -> None:
+    """The decoding warpgroup: the tile of every stage that comes, until one has the word −1.
 
     Args:
-        words: int32 [·, stages], shared; row `word` is the word of a stage. codes, halves: shared addresses of both rings' memory.
-        rings: mbarriers `full`, `empty`, `decoded`, `free`. stages: of the first ring. ctas: of the cluster.
-        mine: of two warpgroups, which tile of each stage is this one's; None: there is one, and both are.
+        words: int32 [·, stages], shared; row `word` is the word of a stage.
+        codes, halves: shared addresses, of a tile of codes per stage, and of half as many decoded ones.
+        rings: mbarriers `coded` of the stages, `decoded` and `free` of the halves. stages: an even number.
+    """
+    coded, decoded, free = rings
+    thread, lane = cute.arch.thread_idx()[0] % 128, cute.arch.lane_idx()
+    stage, phase = Int32(0), Int32(0)
+    cute.arch.mbarrier_wait(coded + stage, phase)
+    mine, ahead = words[word, stage], load_ahead(codes, thread)
+    while mine >= 0:
+        source, place = codes + stage * TILE_BYTES, stage % (stages // 2)
+        cute.arch.mbarrier_wait(free + place, (stage // (stages // 2)) ^ 1)
+        decode_tile(source, halves + place * HALF_BYTES, thread, *ahead)
+        stage += 1
+        if stage == stages:
+            stage = Int32(0)
+            phase ^= 1
+        # What comes next is loaded before the fence, which waits, where it is there.
+        there = cute.arch.mbarrier_test_wait(coded + stage, phase)
+        if there:
+            mine, ahead = words[word, stage], load_ahead(codes + stage * TILE_BYTES, thread)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(decoded + place)
+        if not there:
+            cute.arch.mbarrier_wait(coded + stage, phase)
+            mine, ahead = words[word, stage], load_ahead(codes + stage * TILE_BYTES, thread)
+
+
+@cute.jit
+def decode_pairs(
+    words: cute.Tensor, word: cutlass.Constexpr[int], codes: Int32, halves: Int32, rings: Any, stages: cutlass.Constexpr[int],
+    ctas: cutlass.Constexpr[int], mine: Int32,
+) -> None:  # fmt: skip
+    """`decode_stages` of one of the two decoding warpgroups of a narrow kernel, whose stages have two tiles each.
+
+    ctas: of the cluster. mine: which tile of each stage is this warpgroup's.
     """
     full, empty, decoded, free = rings
     thread, lane = cute.arch.thread_idx()[0] % 128, cute.arch.lane_idx()
     stage, phase, turn = Int32(0), Int32(0), Int32(0)
     cute.arch.mbarrier_wait(full + stage, phase)
     while words[word, stage] >= 0:
-        source, tiles = codes + stage * 2 * TILE_BYTES, 2
-        if const_expr(mine is not None):
-            source, tiles = source + mine * TILE_BYTES, 1
+        source = codes + (stage * 2 + mine) * TILE_BYTES
         ahead = load_ahead(source, thread)
-        for tile in cutlass.range_constexpr(tiles):
-            place, flip = half_of(turn)
-            if const_expr(mine is not None):
-                place, flip = half_at(turn, mine)
-            cute.arch.mbarrier_wait(free + place, flip ^ 1)
-            decode_tile(source + tile * TILE_BYTES, halves + place * HALF_BYTES, thread, *ahead)
-            if const_expr(tile + 1 < tiles):  # before the fence, which waits
-                ahead = load_ahead(source + TILE_BYTES, thread)
-            cute.arch.fence_view_async_shared()
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(decoded + place)
-            turn = turn_after(turn, 2 // tiles)
+        place, flip = half_at(turn, mine)
+        cute.arch.mbarrier_wait(free + place, flip ^ 1)
+        decode_tile(source, halves + place * HALF_BYTES, thread, *ahead)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(decoded + place)
+        turn = turn_after(turn, 2)
         if lane < ctas:
             cute.arch.mbarrier_arrive(empty + stage, lane)
         stage += 1

@@ -25,17 +25,21 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from xstage.device import registers
-from xstage.device.floats import pack_bf16
+from xstage.device import registers, stores
+from xstage.device.floats import as_float, pack_bf16
 from xstage.device.stores import load_shared, prefetch_l1, store_16
 from xstage.moe.work_table import decoded, encoded
 
 E4M3_MAX, SMALLEST_SCALE = 448.0, 2.0**-126
+_KINDS = warpgroup.SmemLayoutAtomKind
 MATH, STAGED, FREE = 1, 3, 5  # named barriers, each of two warpgroups
 
 
 class Epilogue:
     """What the parts have in common. `staging_bytes` of shared memory are theirs.
+
+    split: half i is not 128 columns of row tile m, but of row tile m + i the 128 columns that this CTA has, the first or the second of the
+    tile (`member`); where row tile m is alone (`single`), half 1 is of nothing and goes nowhere.
 
     alternating: column blocks of 8 take turns in having the first and the second scale of the tile (gate and up); else the first
     128 columns have the first, the others the second. groups: math warpgroups, of 64 rows each; row tiles m count groups · 64 rows.
@@ -44,6 +48,12 @@ class Epilogue:
     staging_bytes = 32 * 1024
     alternating = False
     groups = 2
+    split = False
+    # Of a split kernel, at run time: its CTA, whether the row tile is alone, memory and mbarriers for what the CTAs tell each other.
+    member: Any = 0
+    single: Any = 0
+    largest: Any = None
+    exchanged: Any = None
 
     # Branches at run time carry `self` as an object without runtime values.
     def __extract_mlir_values__(self) -> list[Any]:
@@ -68,7 +78,17 @@ class Epilogue:
         """At the start of a tile: ask for what `half` will read, before stores fill the way to memory."""
 
     def half(self, i: cutlass.Constexpr[int], first: cute.Tensor, second: cute.Tensor, m: Int32, n: Int32) -> None:
-        """Columns 256 n + 128 i … of row tile m; leaves the sums zeroed for the next tile after i = 1."""
+        """Columns 256 n + 128 i … of row tile m, or as `split` says; leaves the sums zeroed for the next tile after i = 1."""
+
+    def _tile_row(self, m: Int32, i: int) -> Int32:
+        """First row of this warpgroup in half i."""
+        if self.split:
+            return (m + i) * 128 + self.group * 64
+        return m * (64 * self.groups) + self.group * 64
+
+    def _column(self, i: int) -> Any:
+        """Which 128 of the tile's columns half i has."""
+        return self.member if self.split else i
 
     def end(self) -> None:
         """After the last tile."""
@@ -81,9 +101,18 @@ class Epilogue:
 class Plain(Epilogue):
     """outputs: bf16 [rows, N]."""
 
+    @property
+    def staging_bytes(self) -> int:  # type: ignore[override]
+        return self.groups * self.boxes * 8 * 1024
+
+    @property
+    def boxes(self) -> int:
+        """Of a warpgroup, staged at a time: both of a half, or one where memory is short."""
+        return 1 if self.split else 2
+
     def descriptors(self, outputs: cute.Tensor) -> Any:
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        return _descriptor(cute.tile_to_shape(atom, (64, 64, 4), (0, 1, 2)), outputs, (64, 64))
+        return _descriptor(cute.tile_to_shape(atom, (64, 64, 2 * self.boxes), (0, 1, 2)), outputs, (64, 64))
 
     def begin(self, staging: Any, thread: Int32, outputs: Any, handed: Int32) -> None:
         Epilogue.begin(self, staging, thread, outputs, handed)
@@ -92,18 +121,19 @@ class Plain(Epilogue):
     @cute.jit
     def half(self, i: cutlass.Constexpr[int], first: cute.Tensor, second: cute.Tensor, m: Int32, n: Int32) -> None:
         sums = second if const_expr(i == 1) else first
-        if self.leads:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        self._meet()
-        self._stage_bf16(sums)
+        for begin in cutlass.range_constexpr(0, 2, self.boxes):
+            if self.leads:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            self._meet()
+            self._stage_bf16(sums, begin)
+            cute.arch.fence_view_async_shared()
+            self._meet()
+            if self.leads & ((i == 0) | (self.single == 0)):
+                for c in cutlass.range_constexpr(self.boxes):
+                    box = (None, self._tile_row(m, i) // 64, n * 4 + self._column(i) * 2 + begin + c)
+                    cute.copy(self.outputs[0], self.source[(None, self.group * self.boxes + c)], self.target[box])
+                cute.arch.cp_async_bulk_commit_group()
         sums.fill(0.0)
-        cute.arch.fence_view_async_shared()
-        self._meet()
-        if self.leads:
-            for c in cutlass.range_constexpr(2):
-                box = (None, m * 2 + self.group, n * 4 + i * 2 + c)
-                cute.copy(self.outputs[0], self.source[(None, self.group * 2 + c)], self.target[box])
-            cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def end(self) -> None:
@@ -111,18 +141,18 @@ class Plain(Epilogue):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def _stage_bf16(self, sums: cute.Tensor) -> None:
-        """This warp's 16 rows to shared memory as bf16: two boxes of [64 rows, 64 columns] per warpgroup."""
+    def _stage_bf16(self, sums: cute.Tensor, begin: cutlass.Constexpr[int]) -> None:
+        """This warp's 16 rows to shared memory as bf16: boxes of [64 rows, 64 columns], from box `begin` of the half on."""
         lane, row = self.lane, self.row + self.lane % 16
-        for pair in cutlass.range_constexpr(8):
-            at = [((r, 2 * pair + j), 0, 0) for j in range(2) for r in range(2)]
+        for pair in cutlass.range_constexpr(4 * self.boxes):
+            at = [((r, 8 * begin + 2 * pair + j), 0, 0) for j in range(2) for r in range(2)]
             words = [pack_bf16(sums[((0, *first), *rest)], sums[((1, *first), *rest)]) for first, *rest in at]
             registers.store_matrices(self._piece(row, 2 * pair + lane // 16), *words)
 
     @cute.jit
     def _piece(self, row: Int32, column: Int32) -> Int32:
         """Shared address of 16 bytes: row of the warpgroup, column in units of 8 elements."""
-        return self.base + self.group * 16384 + column // 8 * 8192 + row * 128 + ((column % 8) ^ (row % 8)) * 16
+        return self.base + self.group * (self.boxes * 8192) + column // 8 * 8192 + row * 128 + ((column % 8) ^ (row % 8)) * 16
 
 
 class SwigluFp8(Epilogue):
@@ -136,6 +166,8 @@ class SwigluFp8(Epilogue):
 
     alternating = True
     last: Any = 1
+    turn: Any = 0  # of what is told, the place, and its phase
+    flip: Any = 0
 
     def __init__(self, clamp: float | None = None, handed: bool = False) -> None:
         self.clamp, self.handed = clamp, handed
@@ -146,16 +178,19 @@ class SwigluFp8(Epilogue):
 
     def descriptors(self, outputs: Any) -> Any:
         middle, scales, weight = outputs
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Uint8)
-        return (*_descriptor(cute.tile_to_shape(atom, (64, 128, self.groups), (0, 1, 2)), middle, (64, 128)), scales, weight)
+        kind, box = (_KINDS.K_SW64, (64, 64)) if self.split else (_KINDS.K_SW128, (64, 128))
+        atom = warpgroup.make_smem_layout_atom(kind, Uint8)
+        boxes = cute.tile_to_shape(atom, (*box, self.groups * (2 if self.split else 1)), (0, 1, 2))
+        return (*_descriptor(boxes, middle, box), scales, weight)
 
     def begin(self, staging: Any, thread: Int32, outputs: Any, handed: Int32) -> None:
         Epilogue.begin(self, staging, thread, outputs, handed)
-        self.source, self.target = _boxes(staging, Uint8, outputs[:3], (64, 128))
+        self.source, self.target = _boxes(staging, Uint8, outputs[:3], (64, 64 if self.split else 128))
 
     @cute.jit
     def warm(self, m: Int32) -> None:
-        prefetch_l1(self.outputs[4].iterator.toint() + 4 * Int64(self._row(m, 0)))
+        for i in cutlass.range_constexpr(2 if self.split else 1):
+            prefetch_l1(self.outputs[4].iterator.toint() + 4 * Int64(self._row(m, 0, i)))
 
     @cute.jit
     def half(self, i: cutlass.Constexpr[int], first: cute.Tensor, second: cute.Tensor, m: Int32, n: Int32) -> None:
@@ -183,17 +218,27 @@ class SwigluFp8(Epilogue):
         return decoded(load_shared(self.word))
 
     @cute.jit
-    def store_staged(self, m: Int32, n: Int32) -> None:
+    def store_staged(self, m: Int32, n: Int32, last: Int32) -> None:
         """That tile, until its elements are in memory; its scales were written by the math warps."""
         for group in cutlass.range_constexpr(self.groups):
             if const_expr(group == 1):
                 cute.arch.barrier(barrier_id=STAGED + group, number_of_threads=160)
-            cute.copy(self.outputs[0], self.source[(None, group)], self.target[(None, m * self.groups + group, n)])
+            self._store_group(group, m, n, last)
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         for group in cutlass.range_constexpr(self.groups):
             cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=160)
         cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def _store_group(self, group: Any, m: Int32, n: Int32, single: Int32) -> None:
+        """What a warpgroup has staged, on its way to memory."""
+        if const_expr(self.split):
+            cute.copy(self.outputs[0], self.source[(None, group * 2)], self.target[(None, m * 2 + group, n * 2 + self.member)])
+            if single == 0:
+                cute.copy(self.outputs[0], self.source[(None, group * 2 + 1)], self.target[(None, m * 2 + 2 + group, n * 2 + self.member)])
+        else:
+            cute.copy(self.outputs[0], self.source[(None, group)], self.target[(None, m * self.groups + group, n)])
 
     @cute.jit
     def await_free(self) -> None:
@@ -214,51 +259,84 @@ class SwigluFp8(Epilogue):
 
     @cute.jit
     def _finish(self, first: cute.Tensor, second: cute.Tensor, m: Int32, n: Int32) -> None:
-        """A scale per row over both halves, elements in fp8, and both on their way to memory."""
+        """A scale per row of 128 columns, elements in fp8, and both on their way to memory."""
         if const_expr(not self.handed):
             self.end()
             self._meet()
         quarter = self.lane % 4
-        weights = [self.outputs[4][self._row(m, r)] for r in range(2)]
-        for r in cutlass.range_constexpr(2):
-            largest = Float32(0.0)
-            for sums in (first, second):
-                for j in cutlass.range_constexpr(0, 16, 2):
-                    for e in cutlass.range_constexpr(2):
-                        largest = registers.max_magnitude(largest, sums[((e, r, j), 0, 0)])
-            if largest == Float32.inf:  # what is not finite becomes NaN and leaves its neighbours' scale alone
-                largest = Float32(0.0)
-                for sums in (first, second):
-                    for j in cutlass.range_constexpr(0, 16, 2):
-                        for e in cutlass.range_constexpr(2):
-                            value = sums[((e, r, j), 0, 0)]
-                            value = value + (value - value)
-                            sums[((e, r, j), 0, 0)] = value
-                            largest = registers.max_magnitude(largest, value)
-            for mask in (1, 2):
-                largest = registers.max_magnitude(largest, cute.arch.shuffle_sync_bfly(largest, mask))
-            scale = registers.max_magnitude(registers.divide_up(largest, Float32(E4M3_MAX)), Float32(SMALLEST_SCALE))
-            inverse = Float32(1.0) / scale
-            row = self.row + self.lane // 4 + 8 * r
-            for half, sums in ((0, first), (1, second)):
-                for t in cutlass.range_constexpr(4):
-                    values = [sums[((e, r, 4 * t + 2 * s), 0, 0)] * inverse for s in range(2) for e in range(2)]
-                    piece = (4 * half + t) ^ (row % 8)
-                    registers.store_shared_32(
-                        self.base + self.group * 8192 + row * 128 + piece * 16 + quarter * 4, registers.e4m3_quad(*values)
-                    )
-            if quarter == 0:
-                self.outputs[3][n, self._row(m, r)] = scale * weights[r]
+        # Where the CTAs split the columns a row tile in two, each sum is 64 columns of a row; else both together are 128.
+        halves = ((first,), (second,)) if const_expr(self.split) else ((first, second),)
+        weights = [self.outputs[4][self._row(m, r, i)] for i in range(len(halves)) for r in range(2)]
+        tops = [self._largest(sums, r) for sums in halves for r in range(2)] if const_expr(self.split) else [Float32(0.0)] * 2
+        if const_expr(self.split):
+            tops = self._exchange(tops)
+        for i in cutlass.range_constexpr(len(halves)):
+            for r in cutlass.range_constexpr(2):
+                largest = tops[2 * i + r] if const_expr(self.split) else self._largest(halves[i], r)
+                scale = registers.max_magnitude(registers.divide_up(largest, Float32(E4M3_MAX)), Float32(SMALLEST_SCALE))
+                inverse = Float32(1.0) / scale
+                row = self.row + self.lane // 4 + 8 * r
+                for half, sums in enumerate(halves[i]):
+                    for t in cutlass.range_constexpr(4):
+                        values = [sums[((e, r, 4 * t + 2 * s), 0, 0)] * inverse for s in range(2) for e in range(2)]
+                        if const_expr(self.split):
+                            at = (self.group * 2 + i) * 4096 + row * 64 + (t ^ (row // 2 % 4)) * 16
+                        else:
+                            at = self.group * 8192 + row * 128 + ((4 * half + t) ^ (row % 8)) * 16
+                        registers.store_shared_32(self.base + at + quarter * 4, registers.e4m3_quad(*values))
+                if (quarter == 0) & ((i == 0) | (self.single == 0)):
+                    self.outputs[3][n, self._row(m, r, i)] = scale * weights[2 * i + r]
         cute.arch.fence_view_async_shared()
         if const_expr(self.handed):
-            self._hand(encoded(m, n, self.last))
+            self._hand(encoded(m, n, self.single if self.split else self.last))
             if self.group == 1:
                 cute.arch.barrier_arrive(barrier_id=STAGED + 1, number_of_threads=160)
         else:
             self._meet()
             if self.leads:
-                cute.copy(self.outputs[0], self.source[(None, self.group)], self.target[(None, m * self.groups + self.group, n)])
+                self._store_group(self.group, m, n, self.single)
                 cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def _largest(self, parts: Any, r: cutlass.Constexpr[int]) -> Float32:
+        """Largest magnitude of row r of a thread's two in these sums, over the four threads that share it."""
+        largest = Float32(0.0)
+        for sums in parts:
+            for j in cutlass.range_constexpr(0, 16, 2):
+                for e in cutlass.range_constexpr(2):
+                    largest = registers.max_magnitude(largest, sums[((e, r, j), 0, 0)])
+        if largest == Float32.inf:  # what is not finite becomes NaN and leaves its neighbours' scale alone
+            largest = Float32(0.0)
+            for sums in parts:
+                for j in cutlass.range_constexpr(0, 16, 2):
+                    for e in cutlass.range_constexpr(2):
+                        value = sums[((e, r, j), 0, 0)]
+                        value = value + (value - value)
+                        sums[((e, r, j), 0, 0)] = value
+                        largest = registers.max_magnitude(largest, value)
+        for mask in (1, 2):
+            largest = registers.max_magnitude(largest, cute.arch.shuffle_sync_bfly(largest, mask))
+        return largest
+
+    @cute.jit
+    def _exchange(self, tops: Any) -> Any:
+        """The larger of these four rows' and the other CTA's, which has the other columns of the same rows.
+
+        Two places and barriers per warpgroup take turns: the other CTA writes a place again only when it has this one's next ones.
+        """
+        thread = stores.thread_anew() % 128
+        quarter = thread % 4
+        top = tops[0]
+        for q in cutlass.range_constexpr(1, 4):
+            top = tops[q] if quarter == q else top
+        place, barrier = self.largest + (self.turn * 2 + self.group) * 512, self.exchanged + self.turn * 2 + self.group
+        if self.leads:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, 512)
+        stores.send_4(place + thread * 4, Int32(barrier.toint()), self.member ^ 1, top)
+        cute.arch.mbarrier_wait(barrier, self.flip)
+        others = registers.load_shared_128(place + thread // 4 * 16)
+        return [registers.max_magnitude(tops[q], as_float(others[q])) for q in range(4)]
 
     @cute.jit
     def _swiglu(self, gate: Float32, up: Float32) -> Float32:
@@ -269,8 +347,9 @@ class SwigluFp8(Epilogue):
         half = gate * 0.5
         return (half * registers.tanh(half) + half) * up
 
-    def _row(self, m: Int32, r: int) -> Int32:
-        return m * (64 * self.groups) + self.group * 64 + self.row + self.lane // 4 + 8 * r
+    def _row(self, m: Int32, r: int, i: int = 0) -> Int32:
+        """A thread's row r of half i; of a single row tile the first half's again."""
+        return self._tile_row(m, 0) + i * (1 - self.single) * 128 + self.row + self.lane // 4 + 8 * r
 
 
 class RowsToSlots(Epilogue):
@@ -284,14 +363,25 @@ class RowsToSlots(Epilogue):
 
     @cute.jit
     def warm(self, m: Int32) -> None:
-        prefetch_l1(self.outputs.iterator.toint() + 8 * Int64(m * (64 * self.groups) + self.group * 64 + self.row + self.lane % 16))
+        for i in cutlass.range_constexpr(2 if self.split else 1):
+            row = self._tile_row(m, 0) + i * (1 - self.single) * 128 + self.row + self.lane % 16
+            prefetch_l1(self.outputs.iterator.toint() + 8 * Int64(row))
 
     @cute.jit
     def half(self, i: cutlass.Constexpr[int], first: cute.Tensor, second: cute.Tensor, m: Int32, n: Int32) -> None:
         sums = second if const_expr(i == 1) else first
+        if const_expr(self.split and i == 1):
+            if self.single == 0:
+                self._send(i, sums, m, n)
+        else:
+            self._send(i, sums, m, n)
+        sums.fill(0.0)
+
+    @cute.jit
+    def _send(self, i: cutlass.Constexpr[int], sums: cute.Tensor, m: Int32, n: Int32) -> None:
         quarter, row = self.lane % 4, self.lane // 4
         odd = row % 2 == 1
-        upper_row = m * (64 * self.groups) + self.group * 64 + self.row + row // 2 * 2
+        upper_row = self._tile_row(m, i) + self.row + row // 2 * 2
         for r in cutlass.range_constexpr(2):
             upper, lower = self.outputs[upper_row + 8 * r], self.outputs[upper_row + 8 * r + 1]
             for t in cutlass.range_constexpr(0, 4, 2):
@@ -300,13 +390,12 @@ class RowsToSlots(Epilogue):
                 # A thread keeps the piece that stands where it will store, and gives the other to its neighbour.
                 own = [_select(odd, b, a) for a, b in pairs]
                 other = [cute.arch.shuffle_sync_bfly(_select(odd, a, b), 4) for a, b in pairs]
-                at = Int64(n * 512 + i * 256 + t * 64 + row % 2 * 64 + quarter * 16)
+                at = Int64(n * 512 + self._column(i) * 256 + t * 64 + row % 2 * 64 + quarter * 16)
                 pairs = list(zip(own, other, strict=True))
                 if upper != 0:
                     store_16(upper + at, *[_select(odd, b, a) for a, b in pairs])
                 if lower != 0:
                     store_16(lower + at, *[_select(odd, a, b) for a, b in pairs])
-        sums.fill(0.0)
 
     def _piece_of(self, sums: cute.Tensor, r: int, t: int) -> list[Int32]:
         """This thread's results 32 t + 8 q … of row r of its two, as bf16."""

@@ -44,13 +44,22 @@ same way for the row tile whose place it takes, `SPARE_TILES` before it. Its ent
 
 With `spans` every role writes down when its steps began and ended (`spans_sm90`); without, nothing of that is in the machine code.
 
-Weights in MXFP4 (`codes`): stages carry codes, and a fourth warpgroup decodes them into a ring of its own, from which the math warps
-multiply (`decode_sm90`). All else, scales and epilogues included, is the same. Without, nothing of this is in the machine code.
+Weights in MXFP4 (`codes`): stages carry codes, and a fourth warpgroup decodes them for the math warps (`decode_sm90`). All else, scales
+and epilogues included, is the same. Without, nothing of this is in the machine code. There are two forms:
 
-Narrow (of two layers with codes): for experts of few rows, where decoding takes longer than multiplying. One warpgroup multiplies, 64
-rows, two decode, and of the memory that 64 rows fewer leave there are six stages. A tile whose second 64 rows are not all padding, or whose
-neighbour in the cluster has such, passes twice through the ring; `ready` counts it after the second time. Its words count rows by 64, and
-have in the lowest bit whether this is the last time.
+* Split: a cluster's two CTAs take the same two row tiles of an entry, and 128 of its 256 columns each. So a CTA decodes 128 × 128 of the
+  weight for 256 rows, half of what it would decode for a row tile of its own, and shared memory, which is what limits this kernel, moves 9%
+  less. Rows come by multicast, half of them from either CTA. A math warpgroup has 64 rows of either row tile. An entry whose CTAs share
+  the rows is a single row tile; its two column tiles pass one after the other, and a warpgroup multiplies once per stage instead of twice.
+  A scale of Linear-1's output is that of 128 columns, of which a CTA has half: both tell the other their rows' largest (`st.async`). CTAs
+  count in `ready` what they have of a row tile each, so it is complete at twice its column tiles.
+* Narrow (of two layers): for experts of few rows, where decoding takes longer than multiplying. One warpgroup multiplies, 64
+  rows, two decode, and of the memory that 64 rows fewer leave there are six stages. A tile whose second 64 rows are not all padding, or
+  whose neighbour in the cluster has such, passes twice through the ring; `ready` counts it after the second time. Its words count rows by
+  64, and have in the lowest bit whether this is the last time.
+
+What the split form's CTAs wait for in each other changes nothing in why nothing deadlocks: both load, compute and count the same entries in
+the same order, and a warpgroup that waits for the other's largest has done with all stages of that tile.
 
 Epilogues (`xstage.moe.epilogues`): plain bf16; SwiGLU, routing weight and fp8 again; rows to slots anywhere.
 
@@ -77,7 +86,7 @@ from xstage.device import registers, signals, stores
 from xstage.device.loads import load_16
 from xstage.device.meeting import FAILED, GENERATION, RANK, STATUS_ADDRESS, TIMEOUT_NS
 from xstage.moe import decode_sm90, spans_sm90
-from xstage.moe.layout import ARRIVED, LINEAR1, MOST_SLOTS, SLOT_BYTES
+from xstage.moe.layout import ARRIVED, LINEAR1, MOST_SLOTS
 from xstage.moe.mxfp4 import TILE_BYTES
 from xstage.moe.spans import END, HALF_END, HALF_START, MAIN_END, WAIT_END
 from xstage.moe.work_table import COLUMN_MASK, LAYER_SHIFT, ROW_SHIFT, TAKEN_BEFORE, partner
@@ -86,7 +95,6 @@ TILE_M, TILE_N, TILE_K = 128, 256, 128
 CLUSTER = 2
 THREADS = 384
 SHARED_BYTES = 227 * 1024  # as much as a CTA can have
-WORD, FEW = TILE_M + 4, TILE_M + 5
 MATH_REGISTERS, LOAD_REGISTERS = 232, 40
 
 
@@ -110,13 +118,17 @@ class GroupedGemm:
             self.registers = (decode_sm90.NARROW_MATH_REGISTERS, decode_sm90.NARROW_LOAD_REGISTERS)
         # Warpgroups: 0 and 1 multiply, 2 loads, 3 decodes if there are codes; narrow: 0 multiplies, 2 loads, 1 and 3 decode.
         self.groups = 1 if narrow else 2  # that multiply
-        self.decoders = (2 if narrow else 1) if codes else 0
-        self.rows = 64 * self.groups  # of a stage
-        # Floats of a stage: a scale per row, after 128 of them four of the weight, then the tile's words; six stages need all but the rest.
-        self.scales = TILE_M + (8 if narrow else 32)
+        self.split = codes and not narrow
+        self.rows = 64 * self.groups  # that are multiplied at a time; split: of each of a stage's two row tiles
+        self.halves = (1 if self.split else 2) if codes else 0  # that are decoded of a stage
+        # Floats of a stage: a scale per row, four of the weight, then the tile's words; without the rest as many stages fit as do.
+        self.ring = stages // 2 if self.split else decode_sm90.HALVES  # of decoded halves
+        self.word = (2 if self.split else 1) * TILE_M + 4
+        self.few = self.word + 1
+        self.scales = self.word + (4 if codes else 28)
         for epilogue in epilogues:
-            epilogue.groups = self.groups
-        self.slot_bytes = 16 if sender is None else SLOT_BYTES
+            epilogue.groups, epilogue.split = self.groups, self.split
+        self.slot_bytes = 16 if sender is None else sender.slot_bytes
         self.recorded, self.state_words = recorded, 1 + spans_sm90.STATE_WORDS if recorded else 1
 
     # Branches at run time carry `self` as an object without runtime values.
@@ -148,9 +160,10 @@ class GroupedGemm:
         )
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float8E4M3FN)
         # One memory, seen in slots of a stage's rows by wgmma and in boxes of as many or of 64 rows by the copies.
-        slots_a = cute.tile_to_shape(atom, (self.rows, TILE_K, stages), (0, 1, 2))
-        slots_w = cute.tile_to_shape(atom, (128, TILE_K, decode_sm90.HALVES if self.codes else 2 * stages), (0, 1, 2))
-        halves_a = cute.tile_to_shape(atom, (64, TILE_K, self.groups * stages), (0, 1, 2))
+        tiles = 2 if self.split else 1  # of rows, in a stage
+        slots_a = cute.tile_to_shape(atom, (self.rows, TILE_K, tiles * stages), (0, 1, 2))
+        slots_w = cute.tile_to_shape(atom, (128, TILE_K, self.ring if self.codes else 2 * stages), (0, 1, 2))
+        halves_a = cute.tile_to_shape(atom, (64, TILE_K, self.groups * tiles * stages), (0, 1, 2))
 
         @cute.struct
         class Shared:
@@ -168,8 +181,10 @@ class GroupedGemm:
 
         @cute.struct
         class Coded:
-            codes: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, 2 * TILE_BYTES * stages], 128]
-            barriers: cute.struct.MemRange[Int64, 2 * decode_sm90.HALVES]
+            codes: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.halves * TILE_BYTES * stages], 128]
+            barriers: cute.struct.MemRange[Int64, 2 * self.ring + (stages if self.split else 0)]
+            exchanged: cute.struct.MemRange[Int64, 4]
+            largest: cute.struct.Align[cute.struct.MemRange[Float32, 512 if self.split else 4], 16]
 
         self.shared, self.coded = Shared, Coded
         size: Any = Shared.size_in_bytes()  # type: ignore[attr-defined]
@@ -190,7 +205,7 @@ class GroupedGemm:
         a, weight = (cute.make_tensor(cute.recast_ptr(t.iterator, dtype=Float8E4M3FN), t.layout) for t in layer[:2])
         box_a, box_w, half = (cute.slice_(layout, (None, None, 0)) for layout in (slots_a, slots_w, halves))
         copies: tuple[Any, ...] = (
-            cpasync.make_tiled_tma_atom(one, a, box_a, (self.rows, TILE_K)),
+            cpasync.make_tiled_tma_atom(one, a, box_a, (self.rows, TILE_K)),  # split: unused
             cpasync.make_tiled_tma_atom(shared, a, half, (64, TILE_K), num_multicast=1),
         )  # fmt: skip
         if self.codes:
@@ -214,11 +229,15 @@ class GroupedGemm:
         shared = SmemAllocator().allocate(self.shared)
         full = shared.barriers.data_ptr()
         empty = full + self.stages
-        codes, decoded, free = None, None, None
+        codes, decoded, free, coded = None, None, None, None
         if const_expr(self.codes):
             own = SmemAllocator().allocate(self.coded)
             codes, decoded = Int32(own.codes.data_ptr().toint()), own.barriers.data_ptr()
-            free = decoded + decode_sm90.HALVES
+            free = decoded + self.ring
+            coded = free + self.ring
+            for epilogue in self.epilogues:
+                epilogue.member, epilogue.exchanged = member, own.exchanged.data_ptr()
+                epilogue.largest = Int32(own.largest.data_ptr().toint())
         if warp == 0:
             for source in sources:
                 cpasync.prefetch_descriptor(source[0][0])
@@ -227,12 +246,17 @@ class GroupedGemm:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full + i, 1)
-                    # Every math warp of both CTAs, and every decoding warp.
-                    cute.arch.mbarrier_init(empty + i, (4 * self.groups + decode_sm90.WARPS * self.decoders) * CLUSTER)
+                    # Every math warp of both CTAs; narrow: and every decoding warp. Split: what decoding has read, math warps wait for.
+                    cute.arch.mbarrier_init(empty + i, (4 * self.groups + (2 * decode_sm90.WARPS if self.narrow else 0)) * CLUSTER)
                 if const_expr(self.codes):
-                    for i in cutlass.range_constexpr(decode_sm90.HALVES):
+                    for i in cutlass.range_constexpr(self.ring):
                         cute.arch.mbarrier_init(decoded + i, decode_sm90.WARPS)
                         cute.arch.mbarrier_init(free + i, 4 * self.groups)
+                if const_expr(self.split):
+                    for i in cutlass.range_constexpr(self.stages):
+                        cute.arch.mbarrier_init(coded + i, 1)
+                    for i in cutlass.range_constexpr(4):
+                        cute.arch.mbarrier_init(own.exchanged.data_ptr() + i, 1)
                 cute.arch.mbarrier_init(shared.entry_barriers.data_ptr(), 1)
                 cute.arch.mbarrier_init(shared.entry_barriers.data_ptr() + 1, CLUSTER)  # the first CTA's: both loading warps
                 registers.store_shared_32(Int32(shared.progress.data_ptr().toint()), Int32(0))
@@ -255,7 +279,7 @@ class GroupedGemm:
             cute.arch.setmaxregister_decrease(self.registers[1])
             if warp == 8:
                 slots = [shared.a.get_tensor(slots_a.outer, swizzle=slots_a.inner), shared.a.get_tensor(halves_a.outer, swizzle=halves_a.inner), shared.w.get_tensor(slots_w.outer, swizzle=slots_w.inner)]  # fmt: skip  # noqa: E501
-                given = (s_scales, member, full, empty, codes)
+                given = (s_scales, member, full, empty, (codes, coded))
                 if const_expr(len(self.epilogues) == 2):
                     self._load_taken(sources, slots, ready, entry, progress, marks, given)
                 else:
@@ -263,7 +287,7 @@ class GroupedGemm:
             if const_expr(len(self.epilogues) == 2):
                 if warp == 9:
                     self.epilogues[0].begin(shared.staging, Int32(0), targets[0], handed)
-                    self._store(ready, sources[0][-1] // 2)
+                    self._store(ready, self._counted(sources))
                 if const_expr(self.sender is not None):
                     if warp == 10:
                         memory = (Int32(shared.slots.data_ptr().toint()), shared.send_barriers.data_ptr())
@@ -276,13 +300,13 @@ class GroupedGemm:
             rings = (full, empty, decoded, free)
             if const_expr(self.codes):
                 if thread // 128 >= (1 if const_expr(self.narrow) else 3):
-                    tile = None
+                    halves = Int32(shared.w.data_ptr().toint())
                     if const_expr(self.narrow):
                         tile = thread // 256  # warpgroup 1: the first, 3: the second
+                        decode_sm90.decode_pairs(_words(s_scales), self.word, codes, halves, rings, self.stages, CLUSTER, tile)
                     else:
                         cute.arch.setmaxregister_decrease(decode_sm90.DECODE_REGISTERS)
-                    halves = Int32(shared.w.data_ptr().toint())
-                    decode_sm90.decode_stages(_words(s_scales), WORD, codes, halves, rings, self.stages, CLUSTER, tile)
+                        decode_sm90.decode_stages(_words(s_scales), self.word, codes, halves, (coded, decoded, free), self.stages)
                 else:
                     self._multiply(sources, targets, start, go_on, r_slots, s_scales, rings, shared.staging, handed, marks)
             else:
@@ -311,7 +335,7 @@ class GroupedGemm:
             epilogue.begin(staging, thread, target, handed)
         two = len(self.epilogues) == 2
         base, phase, staged = Int32(0), Int32(0), Int32(0)
-        turn = Int32(0)  # of halves, where they are decoded
+        turn = Int32(0)  # narrow: of decoded halves; split: of Linear-1 tiles
         word = self._word(s_scales, full, base, phase)
         while word >= 0:
             m, n, layer = word >> ROW_SHIFT, (word >> 1) & COLUMN_MASK, (word >> LAYER_SHIFT) & 1
@@ -326,13 +350,25 @@ class GroupedGemm:
                     self.epilogues[0].warm(m)
             else:
                 self.epilogues[0].warm(m)
-            idle = Int32(0)
+            idle, blocks = Int32(0), Int32(0)
             if const_expr(self.narrow):
                 self.epilogues[0].last = word & 1
+            elif const_expr(self.split):
+                for epilogue in self.epilogues:
+                    epilogue.single, epilogue.turn, epilogue.flip = word & 1, turn & 1, turn >> 1
+                mine = thread if const_expr(two) else stores.thread_anew()  # where ptxas spills neither
+                blocks = _words(s_scales)[self.few, base] - mine // 128
             elif const_expr(two):
-                idle = _words(s_scales)[FEW, base] * (thread // 128)
+                idle = _words(s_scales)[self.few, base] * (thread // 128)
             for _ in cutlass.range(rounds // self.unroll - 1, unroll=1):
-                if const_expr(two and not self.narrow):
+                if const_expr(self.split):
+                    if blocks > 2:
+                        self._round(-1, fixed, base, phase, turn, m, n, layer)
+                    elif blocks > 0:
+                        self._round(-1, fixed, base, phase, turn, m, n, layer, 1)
+                    else:
+                        self._pass(rings, base, phase, turn)
+                elif const_expr(two and not self.narrow):
                     if idle == 0:
                         self._round(-1, fixed, base, phase, turn, m, n, layer)
                     else:
@@ -352,6 +388,8 @@ class GroupedGemm:
             else:
                 self._round(0, fixed, base, phase, turn, m, n, layer)
             base, phase, turn = self._next(base, phase, turn)
+            if const_expr(self.split):
+                turn = (turn + (layer ^ 1)) & 3 if const_expr(two) else (turn + 1) & 3
             word = self._word(s_scales, full, base, phase)
         if const_expr(two):
             if staged == 1:
@@ -364,7 +402,7 @@ class GroupedGemm:
     def _load_share(self, source, slots, work, entries, index, given) -> None:
         """One warp, of one layer: a stage's rows, weight and scales for every step of K of every tile of its share."""
         table, experts = work
-        member = given[1]
+        member = Int32(0) if const_expr(self.split) else given[1]
         parts, step = self._parts(source, slots), cute.arch.grid_dim()[0] // CLUSTER
         stage, phase = Int32(0), Int32(0)
         # What a tile needs to begin is looked up a tile ahead: a look-up would leave the ring to run dry.
@@ -374,7 +412,7 @@ class GroupedGemm:
             index += step
             after = self._tile(table, index + step, entries, member)
             next_expert = experts[cutlass.max(following, 0) >> ROW_SHIFT]
-            stage, phase = self._load_tile(source, parts, given, mine, expert, stage, phase, None, None, None)
+            stage, phase = self._load_entry(source, parts, given, mine, expert, stage, phase, None)
             mine, following, expert = following, after, next_expert
         self._end(given, stage, phase)
 
@@ -397,13 +435,19 @@ class GroupedGemm:
             if const_expr(self.recorded):
                 spans_sm90.begin(marks[0], spans_sm90.LOADS, mine)
             if (mine >> LAYER_SHIFT) & 1 == 1:
-                self._wait_ready(ready, mine >> ROW_SHIFT, sources[0][-1] // 2)
+                self._wait_ready(ready, mine >> ROW_SHIFT, self._counted(sources))
+                if const_expr(self.split):
+                    if mine & 1 == 0:
+                        self._wait_ready(ready, (mine >> ROW_SHIFT) + 1, self._counted(sources))
                 if const_expr(self.recorded):
                     spans_sm90.close(marks[0], spans_sm90.LOADS, WAIT_END, marks[1])
                 stage, phase = self._load_entry(sources[1], parts[1], given, mine, expert, stage, phase, (entry, end))
             else:
                 if const_expr(self.sender is not None):
                     self._wait_arrived(ready, mine >> ROW_SHIFT, end)
+                    if const_expr(self.split):
+                        if mine & 1 == 0:
+                            self._wait_arrived(ready, (mine >> ROW_SHIFT) + 1, end)
                 if const_expr(self.recorded):
                     spans_sm90.close(marks[0], spans_sm90.LOADS, WAIT_END, marks[1])
                 stage, phase = self._load_entry(sources[0], parts[0], given, mine, expert, stage, phase, (entry, end))
@@ -425,8 +469,9 @@ class GroupedGemm:
             mine, before, expert, end = Int32(-1), entries1, Int32(0), Int32(0)
             if place < entries1 + entries2:
                 mine, before, expert, end = load_16(work.iterator.toint() + Int64(place) * 16)
-                if lane == 1:
-                    mine = partner(mine)
+                if const_expr(not self.split):
+                    if lane == 1:
+                        mine = partner(mine)
             if lane < CLUSTER:
                 stores.send_16(slot, Int32(barriers.toint()), lane, mine, before, expert, end)
 
@@ -453,18 +498,24 @@ class GroupedGemm:
     @cute.jit
     def _end(self, given, stage, phase) -> None:
         """Tell the math warps that there is no more."""
-        s_scales, _, full, empty, _ = given
+        s_scales, _, full, empty, (_, coded) = given
         cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
         words = _words(s_scales)
         with cute.arch.elect_one():
-            words[WORD, stage] = Int32(-1)
+            words[self.word, stage] = Int32(-1)
             cute.arch.mbarrier_arrive(full + stage)
+            if const_expr(self.split):
+                cute.arch.mbarrier_arrive(coded + stage)
 
     @cute.jit
     def _word(self, s_scales, full, stage, phase) -> Int32:
         """Which tile begins with this stage: its entry, with the layer; −1 when there is no more."""
         cute.arch.mbarrier_wait(full + stage, phase)
-        return _words(s_scales)[WORD, stage]
+        return _words(s_scales)[self.word, stage]
+
+    def _counted(self, sources: Any) -> Any:
+        """What says that a row tile of Linear-1 is complete: column tiles, which two CTAs count where they split them."""
+        return sources[0][-1] if self.split else sources[0][-1] // 2
 
     def _parts(self, source: Any, slots: Any) -> Any:
         """Shared and global memory of each copy, box by box."""
@@ -477,8 +528,12 @@ class GroupedGemm:
 
     @cute.jit
     def _load_entry(self, source, parts, given, mine, expert, stage, phase, taken) -> tuple[Int32, Int32]:
-        """A tile of an entry of two layers; of a narrow kernel its first 64 rows, then the others, where either CTA has any."""
-        if const_expr(self.narrow):
+        """A tile of an entry; of a narrow kernel its first 64 rows, then the others, where either CTA has any; split: both column tiles."""
+        if const_expr(self.split):
+            passes = 1 + (mine & 1)
+            for later in cutlass.range(passes, unroll=1):
+                stage, phase = self._load_split(source, parts, given, mine + 2 * later, expert, stage, phase, taken, later + 1 == passes)
+        elif const_expr(self.narrow):
             alone = (mine & 1 == 1) & (taken[1] - (mine >> ROW_SHIFT) * TILE_M <= TILE_M // 2)
             passes = Int32(cutlass.select_(alone, Int32(1), Int32(2)))
             for upper in cutlass.range(passes, unroll=1):
@@ -492,18 +547,16 @@ class GroupedGemm:
         """A tile's steps of K. taken: of two layers, the entry's slot and the end of its expert's real rows. upper: of a narrow kernel,
         which 64 rows; last: whether they are the tile's last."""
         (load_a, _), (share_a, _) = source[:2]
-        a_scales, weight_scales, rows, k_blocks, n_blocks = source[-5:]
+        k_blocks, n_blocks = source[-2:]
         (to_a, from_a), (to_half, from_half) = parts[:2]
-        s_scales, member, full, empty, codes = given
+        s_scales, member, full, empty, (codes, _) = given
         w_bytes = 2 * TILE_BYTES if const_expr(self.codes) else TILE_N * TILE_K
         if const_expr(not self.codes):
             (load_w, _), (share_w, _) = source[2:4]
             to_w, from_w = parts[2]
         m, n = mine >> ROW_SHIFT, (mine >> 1) & COLUMN_MASK
-        copy_scales = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         both, words = cutlass.Int16(3), _words(s_scales)
         w_block = expert * n_blocks + n * 2
-        w_scale = expert * k_blocks * n_blocks + n // 2 * 4  # 16 bytes: the scales of this tile and of its neighbour
         few, late = Int32(0), Int32(0)
         if const_expr(taken is not None):
             few, late = Int32(taken[1] - m * TILE_M <= TILE_M // 2), cutlass.max(k_blocks - TAKEN_BEFORE, 0)
@@ -522,9 +575,9 @@ class GroupedGemm:
             cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
             bar = full + stage
             with cute.arch.elect_one():
-                words[WORD, stage] = word  # math warps read the first stage's, decoding warps every one
+                words[self.word, stage] = word  # math warps read the first stage's, decoding warps every one
                 if const_expr(taken is not None and not self.narrow):
-                    words[FEW, stage] = few * Int32(k < k_blocks - self.unroll)  # not of the last round
+                    words[self.few, stage] = few * Int32(k < k_blocks - self.unroll)  # not of the last round
                 cute.arch.mbarrier_arrive_and_expect_tx(bar, stage_bytes)
             if mine & 1 == 0:
                 cute.copy(load_a, from_a[(None, m, k)], to_a[(None, stage)], tma_bar_ptr=bar)
@@ -545,18 +598,72 @@ class GroupedGemm:
                     else:
                         cute.copy(load_w, from_w[(None, (w_block + i) * k_blocks + k, 0)], to_w[(None, stage * 2 + i)], tma_bar_ptr=bar)
             with cute.arch.elect_one():
-                for origin, target, size in (
-                    (a_scales.iterator + (k * rows + m * self.rows), stage * self.scales, self.rows),
-                    (weight_scales.iterator + (w_scale + k * n_blocks), stage * self.scales + TILE_M, 4),
-                ):
-                    layout = cute.make_layout(size)
-                    to_stage = cute.make_tensor((s_scales.iterator + target).align(16), layout)
-                    cute.copy(copy_scales, cute.make_tensor(origin.align(16), layout), to_stage, mbar_ptr=bar)
+                self._load_scales(source, s_scales, expert, k, m * self.rows, n, stage, bar, self.rows)
             stage += 1
             if stage == self.stages:
                 stage = Int32(0)
                 phase ^= 1
         return stage, phase
+
+    @cute.jit
+    def _load_split(self, source, parts, given, mine, expert, stage, phase, taken, last) -> tuple[Int32, Int32]:
+        """A tile's steps of K where the CTAs split its columns: two row tiles, or a single one, for either; each brings half of the rows
+        to both, and its own half of the weight."""
+        k_blocks, n_blocks = source[-2:]
+        to_half, from_half = parts[1]
+        s_scales, member, full, empty, (codes, coded) = given
+        m, n, single = mine >> ROW_SHIFT, (mine >> 1) & COLUMN_MASK, mine & 1
+        both, words = cutlass.Int16(3), _words(s_scales)
+        w_block = expert * n_blocks + n * 2 + member
+        # Blocks of 64 rows, from the first to the last that has any that are real: 1 … 2, 3 … 4. Others are not loaded.
+        blocks, late = 4 - 2 * single, Int32(-1)
+        if const_expr(taken is not None):
+            blocks -= Int32(taken[1] - (m + 1 - single) * TILE_M <= TILE_M // 2)
+            late = Int32(cutlass.select_(last, cutlass.max(k_blocks - TAKEN_BEFORE, 0), late))
+        stage_bytes = 16 + (2 - single) * TILE_M * 4 + blocks * 64 * TILE_K
+        for k in cutlass.range(k_blocks, unroll=1):
+            if const_expr(taken is not None):
+                if k == late:
+                    self._release(taken[0])
+            cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+            bar, code_bar = full + stage, coded + stage
+            with cute.arch.elect_one():
+                words[self.word, stage] = mine
+                words[self.few, stage] = blocks
+                cute.arch.mbarrier_arrive_and_expect_tx(code_bar, TILE_BYTES)
+                cute.arch.mbarrier_arrive_and_expect_tx(bar, stage_bytes)
+            self._load_codes(source, w_block, k, codes, stage, code_bar, False)
+            for i in cutlass.range_constexpr(2):
+                block = member * (2 - single) + i
+                if (block < blocks) & (i < 2 - single):
+                    at = (None, stage * 4 + block)
+                    cute.copy(
+                        source[1][0], from_half[(None, m * 2 + block, k)], to_half[at], tma_bar_ptr=bar, mcast_mask=both
+                    )  # fmt: skip
+            with cute.arch.elect_one():
+                if single == 1:
+                    self._load_scales(source, s_scales, expert, k, m * TILE_M, n, stage, bar, TILE_M)
+                else:
+                    self._load_scales(source, s_scales, expert, k, m * TILE_M, n, stage, bar, 2 * TILE_M)
+            stage += 1
+            if stage == self.stages:
+                stage = Int32(0)
+                phase ^= 1
+        return stage, phase
+
+    @cute.jit
+    def _load_scales(self, source, s_scales, expert, k, row, n, stage, bar, size: cutlass.Constexpr[int]) -> None:
+        """One thread: scales of `size` rows from `row` on, and of column tile n and its neighbour, 16 bytes."""
+        a_scales, weight_scales, rows, k_blocks, n_blocks = source[-5:]
+        copy = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        w_scale = (expert * k_blocks + k) * n_blocks + n // 2 * 4
+        for origin, target, count in (
+            (a_scales.iterator + (k * rows + row), stage * self.scales, size),
+            (weight_scales.iterator + w_scale, stage * self.scales + self.word - 4, 4),
+        ):
+            layout = cute.make_layout(count)
+            to_stage = cute.make_tensor((s_scales.iterator + target).align(16), layout)
+            cute.copy(copy, cute.make_tensor(origin.align(16), layout), to_stage, mbar_ptr=bar)
 
     @cute.jit
     def _load_codes(self, source, tile, k, codes, place, bar, both: cutlass.Constexpr[bool]) -> None:
@@ -598,23 +705,30 @@ class GroupedGemm:
             m, n, last = self.epilogues[0].await_staged()
             if m >= 0:
                 tile = m // 2 if const_expr(self.narrow) else m
+                upper = tile + 1 - last if const_expr(self.split) else tile  # the last row tile: there may be two
                 if const_expr(self.spare > 0):
                     if tile >= self.spare:
                         self._wait_ready(ready, tile - self.spare, tiles)  # nobody reads those rows any more
-                self.epilogues[0].store_staged(m, n)
+                    if const_expr(self.split):
+                        if (upper > tile) & (upper >= self.spare):
+                            self._wait_ready(ready, upper - self.spare, tiles)
+                self.epilogues[0].store_staged(m, n, last)
                 cute.arch.fence_proxy("async")
                 cute.arch.sync_warp()
-                counts = cute.arch.lane_idx() == 0
+                counts = cute.arch.lane_idx() <= upper - tile
                 if const_expr(self.narrow):
                     counts = counts & (last == 1)
                 if counts:
-                    signals.count_release_gpu(ready[0].iterator.toint() + Int64(1 + tile) * 4)
+                    signals.count_release_gpu(ready[0].iterator.toint() + Int64(1 + tile + cute.arch.lane_idx()) * 4)
 
     @cute.jit
-    def _round(self, last: cutlass.Constexpr[int], fixed, base, phase, turn, m, n, layer) -> None:
+    def _round(
+        self, last: cutlass.Constexpr[int], fixed, base, phase, turn, m, n, layer, products: cutlass.Constexpr[int] = 2
+    ) -> None:  # fmt: skip
         """`unroll` stages from `base` on.
 
         last: the layer if these are the tile's last, else -1. Then its first half goes through the epilogue under the second's last wgmma.
+        products: of 64 × 128, per stage; split: 1 where the second row tile has nothing for this warpgroup.
         """
         start, go_on, product, first, second, r_a, r_w, s_scales, (full, empty, decoded, free), marks = fixed
         thread = stores.thread_anew() if const_expr(self.codes) else cute.arch.thread_idx()[0]
@@ -627,17 +741,25 @@ class GroupedGemm:
             upper, lower = s_scales[(row, stage)], s_scales[(row + 8, stage)]
             # Column block j of 8 within a wgmma: where gate and up take turns, the tile's two scales do; else each half has one.
             turns = layer ^ 1 if const_expr(len(self.epilogues) == 2) else int(self.epilogues[0].alternating)
-            at = TILE_M + n % 2 * 2
-            for half in cutlass.range_constexpr(2):
+            at = self.word - 4 + n % 2 * 2
+            for half in cutlass.range_constexpr(products):
                 even, odd = (at, at + turns) if const_expr(half == 0) else (at + (1 - turns), at + 1)
-                place = stage * 2 + half
-                if const_expr(self.codes):
+                place, slot = stage * 2 + half, stage
+                if const_expr(self.split):
+                    even = at + self.epilogues[0].member * (1 - turns)
+                    odd = even + turns
+                    place, slot = i, stage * 2 + half
+                    if const_expr(half == 0):
+                        cute.arch.mbarrier_wait(decoded + place, base // self.ring)
+                    else:
+                        upper, lower = s_scales[(row + TILE_M, stage)], s_scales[(row + TILE_M + 8, stage)]
+                elif const_expr(self.codes):
                     place, flip = decode_sm90.half_of(turn, 2 * i + half)
                     cute.arch.mbarrier_wait(decoded + place, flip)
                 warpgroup.fence()
                 for k in cutlass.range_constexpr(4):
                     mma = start if const_expr(k == 0) else go_on
-                    cute.gemm(mma, product, r_a[(None, None, k, stage)], r_w[(None, None, k, place)], product)
+                    cute.gemm(mma, product, r_a[(None, None, k, slot)], r_w[(None, None, k, place)], product)
                 warpgroup.commit_group()
                 scales = (s_scales[(even, stage)], s_scales[(odd, stage)])
                 factors = [(row_scale * scales[0], row_scale * scales[1]) for row_scale in (upper, lower)]
@@ -648,10 +770,10 @@ class GroupedGemm:
                     if const_expr(self.recorded):
                         spans_sm90.mark(marks[0], spans_sm90.MATH, HALF_END)
                 warpgroup.wait_group(0)
-                if const_expr(self.codes):
+                if const_expr(self.narrow or (self.split and half == products - 1)):
                     if cute.arch.lane_idx() == 0:
                         cute.arch.mbarrier_arrive(free + place)
-                if const_expr(half == 1):
+                if const_expr(half == products - 1):
                     lane = cute.arch.lane_idx()
                     if lane < CLUSTER:  # the slot was filled from both CTAs, so both must know that it is free
                         cute.arch.mbarrier_arrive(empty + stage, lane)
@@ -671,13 +793,10 @@ class GroupedGemm:
         for i in cutlass.range(self.unroll, unroll=1):
             stage = base + i
             cute.arch.mbarrier_wait(full + stage, phase)
-            if const_expr(self.codes):
-                for half in cutlass.range_constexpr(2):
-                    place, flip = decode_sm90.half_of(turn, half)
-                    cute.arch.mbarrier_wait(decoded + place, flip)
-                    if lane == 0:
-                        cute.arch.mbarrier_arrive(free + place)
-                turn = decode_sm90.turn_after(turn, 2)
+            if const_expr(self.split):
+                cute.arch.mbarrier_wait(decoded + i, base // self.ring)
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(free + i)
             if lane < CLUSTER:
                 cute.arch.mbarrier_arrive(empty + stage, lane)
 
@@ -691,7 +810,7 @@ class GroupedGemm:
             if base == self.stages:
                 base = Int32(0)
                 phase ^= 1
-        if const_expr(self.codes):
+        if const_expr(self.narrow):
             turn = decode_sm90.turn_after(turn, 2 * self.unroll)
         return base, phase, turn
 

@@ -24,13 +24,14 @@ from xstage.device.kept import kept
 from xstage.errors import XStageError
 from xstage.moe import epilogues
 from xstage.moe.gemm_sm90 import CLUSTER, TILE_K, GroupedGemm
-from xstage.moe.layout import SPARE_TILES, BufferLayout
+from xstage.moe.layout import SLOT_BYTES, SPARE_TILES, BufferLayout
 from xstage.moe.send_sm90 import Sender
 from xstage.moe.spans import Spans
 from xstage.moe.work_table import MAX_ROW_TILES, STAGES
 
 LINEAR1, LINEAR2 = 0, 1  # whose count of `totals` is meant
-NARROW_STAGES = 6  # of a ring of 64 rows and of codes: as many as fit
+SPLIT_SLOT_BYTES = 8 * 1024  # of a sending warp beside weights in MXFP4: as much as is left
+NARROW_STAGES = 6  # of 64 rows and of codes
 
 
 def swiglu(
@@ -220,7 +221,7 @@ def compiled_gemm(
         "plain": ((epilogues.Plain(),), (bf16,), option),
         "both": ((epilogues.SwigluFp8(option, handed=True), epilogues.RowsToSlots()), (fp8, vector(Int64)), LINEAR1),
     }[kind]
-    sender = None if layout is None else Sender(layout)
+    sender = None if layout is None else Sender(layout, SPLIT_SLOT_BYTES if codes and not narrow else SLOT_BYTES)
     ready: Any = (vector(Int32), vector(Int64), vector(Int64)) if kind == "both" else None
     if sender is not None:
         ready += (vector(Int32), tuple(Int64(0) for _ in range(5)))

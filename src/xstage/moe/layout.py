@@ -41,7 +41,7 @@ MAX_RANKS, MAX_PICKS, MAX_EXPERTS = 32, 32, 1024
 CHUNK_TOKENS = 128
 SPARE_TILES = 64  # about four rounds of the machine in Linear-1
 ITEM_PAIRS = 16  # that one warp sends at a time: their scales then are runs of 64 bytes
-SLOT_BYTES, MOST_SLOTS, MOST_PIECE = 16 * 1024, 16, 4096  # of a sending warp's shared memory; of a row, that travel at a time
+SLOT_BYTES, MOST_SLOTS = 16 * 1024, 16  # of a sending warp's shared memory; of a row, that travel at a time
 AHEAD = 6  # rounds of Linear-1 tiles that a sending warp may be ahead
 # Meetings of a call, in order: counts are known, rows have arrived, results have arrived.
 MEETINGS = ("counted", "dispatched", "combined")
@@ -54,14 +54,14 @@ ELEMENTS = {"fp8": ("float8_e4m3fn", "bfloat16"), "bf16": ("bfloat16", "bfloat16
 ITEM_BYTES = {"int64": 8, "int32": 4, "float32": 4, "float8_e4m3fn": 1, "bfloat16": 2, "float64": 8}
 
 
-def piece_bytes(hidden: int) -> int:
-    """Bytes of an fp8 row that a sending warp moves at a time."""
-    return max(size for size in range(512, MOST_PIECE + 1, 512) if hidden % size == 0)
+def piece_bytes(hidden: int, slot_bytes: int = SLOT_BYTES) -> int:
+    """Bytes of an fp8 row that a sending warp moves at a time: a quarter of its memory at most."""
+    return max(size for size in range(512, slot_bytes // 4 + 1, 512) if hidden % size == 0)
 
 
-def slots_of(piece: int) -> int:
+def slots_of(piece: int, slot_bytes: int = SLOT_BYTES) -> int:
     """Pieces that a sending warp has under way together."""
-    return min(SLOT_BYTES // piece, MOST_SLOTS)
+    return min(slot_bytes // piece, MOST_SLOTS)
 
 
 def padded_rows(pairs: int, experts: int, tile: int) -> int:

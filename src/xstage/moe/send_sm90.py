@@ -31,7 +31,7 @@ from xstage.device.clock import now_ns, sleep_ns
 from xstage.device.loads import load_4, load_16
 from xstage.device.meeting import PEERS
 from xstage.moe import spans_sm90
-from xstage.moe.layout import AHEAD, BufferLayout, piece_bytes, slots_of
+from xstage.moe.layout import AHEAD, SLOT_BYTES, BufferLayout, piece_bytes, slots_of
 from xstage.moe.spans import SENT, TURN
 
 PATIENCE_NS = 100_000
@@ -39,13 +39,13 @@ _TILE = 128
 
 
 class Sender:
-    """Args: layout: of the buffers, `direct`. The warp has `SLOT_BYTES` of shared memory and `MOST_SLOTS` mbarriers."""
+    """layout: of the buffers, `direct`. slot_bytes: of shared memory, at least 2 KiB, that the warp has, beside `MOST_SLOTS` mbarriers."""
 
-    def __init__(self, layout: BufferLayout) -> None:
+    def __init__(self, layout: BufferLayout, slot_bytes: int = SLOT_BYTES) -> None:
         self.world, self.mine, self.top_k, self.hidden = layout.ranks, layout.experts_per_rank, layout.top_k, layout.hidden
         self.blocks, self.rows = layout.hidden // 128, layout.rows
-        self.piece = piece_bytes(layout.hidden)
-        self.slots = slots_of(self.piece)
+        self.piece, self.slot_bytes = piece_bytes(layout.hidden, slot_bytes), slot_bytes
+        self.slots = slots_of(self.piece, slot_bytes)
         self.offset = {region.name: region.offset_bytes for region in layout.regions}
 
     # Branches at run time carry `self` as an object without runtime values.
