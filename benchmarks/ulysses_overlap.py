@@ -6,7 +6,9 @@
 Shapes of diffusion transformers (`studies.dit_models`), bf16, batch 1; all in CUDA graphs, interleaved. `alone`: flash-attn-4 on this
 rank's heads. `at_once`: `AttentionA2A.ulysses` with all heads first; `chosen`: as the model chooses; `N_by_C`: N heads of every rank first,
 the rest sent by C CTAs (0: by the copy engines). `exchange` is that of all heads alone, `parts_N_by_C` both parts of it, one after the
-other, nothing beside them. A row says what each exposes (its time less `alone`), and what the model expected.
+other, nothing beside them; `beside_N_by_C` is `alone` with both parts going on meanwhile, neither waiting for the other. A row says what
+each exposes (its time less `alone`), and what the model expected; of `beside`, also how much of it is a lower SM clock and how much are
+more cycles (`timing.apart`).
 
 Each split's output must have the bits of `at_once` first.
 """
@@ -18,6 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -63,6 +66,15 @@ def measure(model: Model, firsts: list[int], ctas: list[int], rounds: int) -> di
             assert attend.inputs is not None
             attend.inputs.in_parts(*mine, layout, split.first, split.ctas)[1]()
 
+        side = torch.cuda.Stream()
+
+        def beside(split: Split) -> None:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                parts(split)
+            serial.attention(*here)
+            torch.cuda.current_stream().wait_stream(side)
+
         splits = [Split(first, n) for first in firsts if first < max(attend.heads_per_rank) for n in ctas]
         want = call(None).clone()
         for split in [*splits, None]:
@@ -75,13 +87,14 @@ def measure(model: Model, firsts: list[int], ctas: list[int], rounds: int) -> di
             "exchange": lambda: attend.inputs(*mine, layout),  # type: ignore[misc]
             **{names[split]: partial(call, split) for split in splits},
             **{f"parts_{names[split]}": partial(parts, split) for split in splits if split.first == firsts[0]},
+            **{f"beside_{names[split]}": partial(beside, split) for split in splits if split.first == firsts[0]},
         }  # fmt: skip
         calls = timing.launches_for(model.attention_flop / world / FLOP_PER_NS, least=1)
         graphs = {}
         for name, function in functions.items():
             timing.meet()
             graphs[name] = serial.graphed(function, calls, 1)
-        times = timing.interleaved(graphs, calls=calls, rounds=rounds, pause_s=0.03)
+        times = timing.interleaved(graphs, calls=calls, rounds=rounds, pause_s=0.03, cycles=True)
         attend.check()
         timing.meet()
         graphs.clear()
@@ -89,13 +102,15 @@ def measure(model: Model, firsts: list[int], ctas: list[int], rounds: int) -> di
     ns = {name: t.slowest_ns for name, t in times.items()}
     expected = {names[split]: time_ns(p, split) for split in splits} | {"at_once": time_ns(p, None), "chosen": time_ns(p, choose(p))}
     best = choose(p)
+    slower = {name: timing.apart(t, times["alone"]) for name, t in times.items() if name.startswith("beside_")}
     return {
         "name": model.name, "heads": model.heads, "sequence": model.sequence, "calls": calls,
         "chosen": None if best is None else f"{best.first}_by_{best.ctas}",
         "times": {name: t.to_json() for name, t in times.items()},
         "exposed_us": {name: round((t - ns["alone"]) / 1e3, 1) for name, t in ns.items() if name in expected},
         "expected_us": {name: round((t - attention_ns(p)) / 1e3, 1) for name, t in expected.items()},
-        "alone_us": {name: round(t / 1e3, 1) for name, t in ns.items() if name not in expected},
+        "alone_us": {name: round(t / 1e3, 1) for name, t in ns.items() if name not in expected and name not in slower},
+        "beside": {name: {key: round(value, 1) for key, value in asdict(d).items()} for name, d in slower.items() if d},
     }  # fmt: skip
 
 
@@ -119,6 +134,9 @@ def main() -> None:
         if rank == 0:
             print(f"{row['name']}: chosen {row['chosen']} ({time.monotonic() - begun:.0f} s)", file=sys.stderr)
             print(f"  alone, µs: {row['alone_us']}", file=sys.stderr)
+            for name, d in row["beside"].items():
+                us = [d[key] / 1e3 for key in ("total_ns", "clock_ns", "cycles_ns")]
+                print(f"  {name:17s} {us[0]:7.1f} µs longer, by clock {us[1]:7.1f}, by cycles {us[2]:7.1f}", file=sys.stderr)
             for name, exposed in sorted(row["exposed_us"].items(), key=lambda item: item[1]):
                 print(f"  {name:10s} exposes {exposed:7.1f} µs, expected {row['expected_us'][name]:7.1f}", file=sys.stderr, flush=True)
     file.finish()

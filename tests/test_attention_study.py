@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from xstage.attention.layout import SequenceLayout
+from xstage.bench.tables import fill
 from xstage.bench.timing import ResultFile, Times, interleaved, launches_for
 from xstage.errors import UnsuitableMachine, XStageError
 from xstage.platform import KiB, Platform, StoreMethod, load_platform
@@ -61,6 +62,7 @@ def test_an_unfinished_result_file_is_continued(tmp_path: Path) -> None:
 def test_a_row_of_long_calls_has_fewer_rounds() -> None:
     assert study.rounds_for(50e3, 20, 11, 9, 0.04) == 9
     assert 5 < study.rounds_for(9.4e6, 2, 11, 9, 0.04) < 9
+    assert study.rounds_for(9.4e6, 2, 8, 9, 0.04) == 9  # residual and traffic
     assert study.rounds_for(500e6, 1, 8, 9, 0.04) == study.LEAST_ROUNDS
     assert study.rounds_for(500e6, 1, 8, 3, 0.04) == 3
 
@@ -78,6 +80,9 @@ def test_derived_answers() -> None:
     def at(ns: float) -> Times:
         return Times([[ns - 5], [ns]], [[None]] * 2, 1)
 
+    def clocked_at(ns: float, mhz: float) -> Times:
+        return Times([[ns - 5], [ns]], [[None]] * 2, 1, [[1900.0], [mhz]])
+
     residual = {"fa4": at(1000), "local": at(1010), "stores": at(1030), "fused": at(1040)}
     answers = study.derived({"residual": residual, "baseline": {"fused": at(1050), "nccl": at(1600), "push_graph": at(1100)}})
     assert answers == {
@@ -90,6 +95,15 @@ def test_derived_answers() -> None:
     assert everything["speedup_strongest"] == 1.1
     traffic = study.derived({"traffic": {"local": at(1000), "stores": at(1030), "local_sent": at(1004), "local_copied": at(1001)}})
     assert traffic == {"residual_beside_ns": 30.0, "sent_ns": 4.0, "copied_ns": 1.0}
+    # With mean clocks they come apart: a clock lower by 1%, and 18 cycles.
+    clocked = {"local": clocked_at(1000, 1800), "stores": clocked_at(1000 / 0.99 + 10, 1782), "local_sent": clocked_at(1010, 1800)}
+    apart = study.derived({"residual": {**clocked, "fa4": at(1000)}, "traffic": clocked})
+    for name in ("residual", "residual_beside"):
+        parts = {key: apart[f"{name}_{key}"] for key in ("paired_ns", "clock_ns", "cycles_ns", "cycles", "mhz", "local_mhz")}
+        assert parts == {"paired_ns": 20.1, "clock_ns": 10.1, "cycles_ns": 10.0, "cycles": 18, "mhz": 1782, "local_mhz": 1800}
+    assert (apart["sent_clock_ns"], apart["sent_cycles_ns"], apart["sent_cycles"]) == (0, 10, 18)
+    assert "copied_cycles" not in apart
+    assert "residual_cycles" not in study.derived({"residual": residual})
     forms = study.derived({"forms": {**residual, "local_table": at(1013), "stores_table": at(1043), "fused_table": at(1052)}})
     assert [forms[f"residual_{form}_ns"] for form in study.FORMS] == [20, 30]
     assert [forms[f"kernel_{form}_over_fa4_ns"] for form in study.FORMS] == [10, 13]
@@ -104,6 +118,20 @@ def test_derived_answers() -> None:
     }  # fmt: skip
     model = {"shapes": "dit", "name": "FLUX.1 1024²", "heads": 4, "sequence": 4608, "derived": everything}
     assert study.headline([model]) == {"attention.dit.speedup_strongest.flux_1_1024": {"value": 1.1, "unit": "ratio"}}
+
+
+def test_the_table_of_clocks_shows_what_was_derived(tmp_path: Path) -> None:
+    def at(ns: float, mhz: float) -> Times:
+        return Times([[ns]], [[None]], 1, [[mhz]])
+
+    assert fill("<!-- generated: attention-clocks -->\n<!-- end -->", tmp_path, "x.md").splitlines()[1] == "Not measured yet."
+    measured = {"local": at(1e6, 1800), "stores": at(1.03e6, 1782)}
+    traffic = {**measured, "local_sent": at(1.02e6, 1800), "local_copied": at(1.01e6, 1782)}
+    row = {"heads": 12, "sequence": 32768, "derived": study.derived({"residual": {**measured, "fa4": at(1e6, 1800)}, "traffic": traffic})}
+    (tmp_path / "h200x2").mkdir()
+    (tmp_path / "h200x2" / "attention-clocks.json").write_text(json.dumps({"rows": [row]}))
+    table = fill("<!-- generated: attention-clocks -->\n<!-- end -->", tmp_path, "x.md").splitlines()
+    assert table[3] == "| 12, 32,768 | 30.0 | 10.1 | 19.9 | 1,800, 1,782 | 30.0 (10.1, 19.9) | 20.0 (0.0, 20.0) | 10.0 (10.1, -0.1) |"
 
 
 def test_prediction_is_stalls_plus_the_last_drain() -> None:

@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     v.add_argument(
         "--groups",
         nargs="+",
-        help="groups of variants; attention: residual, baseline (default for rows), forms, order, dit (default for dit); "
+        help="groups of variants; attention: residual, baseline (default for rows), forms, order, traffic, dit (default for dit); "
         "moe-layer: gemm, layer, torch (default: all); dit: step, layer, layer_graph (default: these), step_graph",
     )
     v.add_argument("--heads", type=int, nargs="+", default=[4, 12], help="attention: heads per rank (default 4 12)")

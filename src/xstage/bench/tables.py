@@ -286,6 +286,28 @@ def _attention_models_table(results: Path) -> str:
     return grid(head, rows) + "\n\nµs per call, slowest rank, medians; all serial ones in a graph; `results/h200x2/attention-dit.json`."
 
 
+def _attention_clocks_table(results: Path) -> str:
+    path = results / "h200x2" / "attention-clocks.json"
+    if not path.exists():
+        return "Not measured yet."
+    rows = []
+    for r in _read(path)["rows"]:
+
+        def us(name: str, d: dict[str, float] = r["derived"]) -> list[str]:
+            return [f"{d[f'{name}_{part}_ns'] / 1e3:.1f}" for part in ("paired", "clock", "cycles")]
+
+        clocks = [f"{r['derived'][f'residual_{name}']:,.0f}" for name in ("local_mhz", "mhz")]
+        beside = [f"{total} ({clock}, {cycles})" for total, clock, cycles in map(us, ("residual_beside", "sent", "copied"))]
+        rows.append([f"{r['heads']}, {r['sequence']:,}", *us("residual"), ", ".join(clocks), *beside])
+    head = ["H, M", "E_res", "of it clock", "of it cycles", "mean clock: local, stores, MHz", "E_res again, beside the copies",
+            "the same bytes sent by copy engines", "moved locally"]  # fmt: skip
+    said = (
+        "µs per call over local stores, on the rank that is slowest with the slower variant; every number is a median of its own over "
+        "rounds, of differences within a round, so parts need not add up. In brackets: clock, cycles"
+    )
+    return grid(head, rows) + f"\n\n{said}; `results/h200x2/attention-clocks.json`."
+
+
 def _attention_orders_table(results: Path) -> str:
     rows = []
     measured = _read(results / "h200x2" / "attention-orders.json")["rows"]
@@ -560,6 +582,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "attention-forms": _attention_forms_table,
     "attention-stores": _attention_stores_table,
     "attention-models": _attention_models_table,
+    "attention-clocks": _attention_clocks_table,
     "attention-designs": _attention_designs_table,
     "dit": _dit_table,
     "exchange-bound": _exchange_bound_table,

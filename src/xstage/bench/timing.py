@@ -7,6 +7,9 @@ throttle and drift by more than the differences in question. Every rank's raw ti
 Sender-visible time is what a launch occupies on its own rank. Receiver-visible time needs a variant whose kernel ends only when its
 output is complete; the protocol does not make one out of the other.
 
+With `cycles` every run also has its mean SM clock, so that a difference of times comes apart into cycles and clock (`apart`). A kernel
+that reads the clocks of all SMs stands before and after the timed calls, outside of their events; all variants run behind it alike.
+
 Not covered: time inside a kernel, energy.
 """
 
@@ -15,9 +18,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,12 +40,13 @@ class Times:
 
     Attributes:
         time_ns: per rank, per round: nanoseconds per call. clock_mhz: the SM clock read while it ran, None where not readable.
-        launches: timed calls per round.
+        launches: timed calls per round. mean_clock_mhz: per rank, per round: over exactly the timed calls; None if not asked for.
     """
 
     time_ns: list[list[float]]
     clock_mhz: list[list[int | None]]
     launches: int
+    mean_clock_mhz: list[list[float]] | None = None
 
     @property
     def median_ns(self) -> list[float]:
@@ -60,21 +65,86 @@ class Times:
         return rounds[(3 * len(rounds)) // 4] - rounds[len(rounds) // 4]
 
     def to_json(self) -> dict[str, Any]:
+        """`mean_clock_mhz` only where it was asked for."""
+        clocks = self.mean_clock_mhz
         return {
             "slowest_ns": round(self.slowest_ns, 1), "spread_ns": round(self.spread_ns, 1),
             "median_ns": [round(t, 1) for t in self.median_ns], "launches": self.launches,
             "time_ns": [[round(t, 1) for t in rounds] for rounds in self.time_ns], "clock_mhz": self.clock_mhz,
+            **({} if clocks is None else {"mean_clock_mhz": [[round(f, 2) for f in rounds] for rounds in clocks]}),
         }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What one variant takes longer than another, per call, on one rank; medians over rounds of differences within a round.
+
+    Each is a median of its own, so `clock_ns` and `cycles_ns` need not add up to `total_ns` where rounds scatter.
+
+    Attributes:
+        rank: the slowest with the slower variant. total_ns: t − t₀. cycles: t f − t₀ f₀, f being the mean SM clock.
+        clock_ns: t₀ (f₀/f − 1), what as many cycles as before take longer at the new clock. cycles_ns: the rest, (t f − t₀ f₀) / f.
+        clock_mhz, base_clock_mhz: f and f₀, medians over rounds.
+    """
+
+    rank: int
+    total_ns: float
+    cycles: float
+    clock_ns: float
+    cycles_ns: float
+    clock_mhz: float
+    base_clock_mhz: float
+
+
+def apart(times: Times, base: Times) -> Difference | None:
+    """`times` over `base`, which ran in the same rounds; None if either has no mean clocks.
+
+    Paired within rounds, because the clock of a GPU at its power limit drifts from round to round. One rank throughout, because the GPUs
+    have clocks of their own.
+    """
+    if times.mean_clock_mhz is None or base.mean_clock_mhz is None:
+        return None
+    rank = max(range(len(times.time_ns)), key=times.median_ns.__getitem__)
+    t, f = times.time_ns[rank], [mhz / 1e3 for mhz in times.mean_clock_mhz[rank]]
+    t0, f0 = base.time_ns[rank], [mhz / 1e3 for mhz in base.mean_clock_mhz[rank]]
+    rounds = list(zip(t, f, t0, f0, strict=True))
+    return Difference(
+        rank=rank,
+        total_ns=median(a - b for a, _, b, _ in rounds),
+        cycles=median(a * ghz - b * base_ghz for a, ghz, b, base_ghz in rounds),
+        clock_ns=median(b * (base_ghz / ghz - 1) for _, ghz, b, base_ghz in rounds),
+        cycles_ns=median(a - b * base_ghz / ghz for a, ghz, b, base_ghz in rounds),
+        clock_mhz=1e3 * median(f), base_clock_mhz=1e3 * median(f0),
+    )  # fmt: skip
+
+
+def mean_clock_mhz(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> float:
+    """Median over SMs of cycles over time between two reads of the clocks.
+
+    Args:
+        before, after: rows of SM, its cycles, nanoseconds, as `clock_sm90` writes them; of an SM that has several the first counts.
+
+    Raises:
+        XStageError: no SM is in both, or no time passed between them.
+    """
+    first, last = ({sm: (cycles, ns) for sm, cycles, ns in reversed(rows)} for rows in (before, after))
+    passed = [(last[sm][0] - first[sm][0], last[sm][1] - first[sm][1]) for sm in first.keys() & last.keys()]
+    shortest = min((ns for _, ns in passed), default=0)
+    if shortest <= 0:
+        raise XStageError(f"mean clock: {len(passed)} SMs were read twice, {shortest} ns apart at least")
+    return 1e3 * median(cycles / ns for cycles, ns in passed)
 
 
 def interleaved(
     variants: Mapping[str, Callable[[], Any]], *, calls: int = 1, rounds: int = 9, pause_s: float = 0.05,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | None = None, cycles: bool = False,
 ) -> dict[str, Times]:  # fmt: skip
     """Time every variant in every round (see the module's protocol). All ranks of `group` must call it together.
 
     Args:
         variants: each makes `calls` calls when it runs. rounds: runs per variant. pause_s: idle time before each run, seconds.
+        cycles: measure the mean SM clock of every run too. Not by default: it needs the kernel packages and a Hopper GPU, and puts a
+            kernel between the untimed and the timed run.
 
     Raises:
         XStageError: no variants, or fewer than one round or call.
@@ -84,6 +154,8 @@ def interleaved(
     names = list(variants)
     mine: dict[str, list[float]] = {name: [] for name in names}
     clocks: dict[str, list[int | None]] = {name: [] for name in names}
+    means: dict[str, list[float]] = {name: [] for name in names}
+    read_before, read_after, reads = _clock_reads() if cycles else (_nothing, _nothing, None)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for turn in range(rounds):
         shift = turn % len(names)
@@ -92,14 +164,35 @@ def interleaved(
             meet(group)
             time.sleep(pause_s)
             function()
+            read_before()
             begin.record()
             function()
             end.record()
+            read_after()
             clocks[name].append(sm_clock_mhz())
             torch.cuda.synchronize()
             mine[name].append(begin.elapsed_time(end) * 1e6 / calls)
-    everyone = gather([mine, clocks], group)
-    return {name: Times([ranks[0][name] for ranks in everyone], [ranks[1][name] for ranks in everyone], calls) for name in names}
+            if reads is not None:
+                means[name].append(mean_clock_mhz(*reads.tolist()))
+    everyone = gather([mine, clocks, means], group)
+    found = {name: [[ranks[i][name] for ranks in everyone] for i in range(3)] for name in names}
+    return {name: Times(t, clock, calls, mean if cycles else None) for name, (t, clock, mean) in found.items()}
+
+
+def _clock_reads() -> tuple[Callable[[], Any], Callable[[], Any], torch.Tensor]:
+    """What reads the clocks before and after a run, and where the reads are: int64 (2, CTAs, `clock_sm90.FIELDS`)."""
+    from xstage.bench.clock_sm90 import CTAS_PER_SM, FIELDS, compiled_clock_kernel
+
+    kernel, device = compiled_clock_kernel(), torch.device("cuda", torch.cuda.current_device())
+    ctas = CTAS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+    reads = torch.zeros(2, ctas, FIELDS, dtype=torch.int64, device=device)
+    before, after = (partial(kernel, part) for part in reads)
+    before()  # its first launch loads it, which must not happen between runs
+    return before, after, reads
+
+
+def _nothing() -> None:
+    pass
 
 
 def start_group(what: str, backend: str = "nccl") -> None:

@@ -16,10 +16,16 @@ groups, their questions, and the columns that answer them:
   makes (`met`).
 * `traffic`. What the same bytes cost that no warp stores: `local` with the copy engines sending a peer's part of an output meanwhile
   (`local_sent`), or moving as much within this GPU's memory (`local_copied`), beside `stores`. If E_res is power or memory, these cost as
-  much; if it is what stores do to their SMs, they cost nothing.
+  much; if it is what stores do to their SMs, they cost nothing. What is moved is another tensor's rows, all at the kernel's begin; the
+  driver decides what moves them (within one GPU that may be a kernel of its own).
 * `dit`. Residual, readiness and all serial baselines in one group, for shapes whose calls are long.
 
-A row takes `ROW_S` at most where that can be had by fewer rounds, never less than `LEAST_ROUNDS`.
+Every run has its mean SM clock (`interleaved` with `cycles`), so each residual (`PAIRED`) also comes apart into what a lower clock explains
+and what more cycles do: `…_clock_ns` and `…_cycles_ns` of `…_paired_ns`, with `…_cycles`, `…_mhz` and, of `local`, `…_local_mhz`. These are
+medians over rounds of differences within a round, on the rank that is slowest with the slower variant (`timing.apart`); `residual_ns` and
+its like are differences of the slowest ranks' medians, as before, and so not quite their sum.
+
+A row takes `ROW_S` at most, over the variants of all its groups, where that can be had by fewer rounds, never less than `LEAST_ROUNDS`.
 
 The prediction of E_res comes from the tile table and a platform file alone (`simulate.attention.predict_residual`), with nothing refitted.
 
@@ -40,6 +46,7 @@ import torch
 import torch.distributed as dist
 
 from xstage.attention import serial
+from xstage.attention.heads import copy_rows
 from xstage.attention.layout import SequenceLayout
 from xstage.attention.op import AttentionA2A, Variant
 from xstage.bench import timing
@@ -96,6 +103,11 @@ GROUPS = {
     "traffic": ("local", "stores", "local_sent", "local_copied"),
 }
 FORMS = {"computed": "", "table": "_table"}  # of the group `forms`, and the suffix of their variants
+# Differences that come apart into clock and cycles: answers' prefix, group, slower variant; all over `local`.
+PAIRED = (
+    ("residual", "residual", "stores"), ("residual_beside", "traffic", "stores"), ("sent", "traffic", "local_sent"),
+    ("copied", "traffic", "local_copied"),
+)  # fmt: skip
 DEFAULT_GROUPS = {"rows": ("residual", "baseline"), "dit": ("dit",)}
 # Each order, and alternating without stalls: the drain of the last burst alone.
 PREDICTED: dict[str, dict[str, Any]] = {
@@ -105,7 +117,7 @@ PREDICTED: dict[str, dict[str, Any]] = {
 
 
 def derived(times: dict[str, dict[str, timing.Times]]) -> dict[str, float]:
-    """The row's answers from the times of its groups, in nanoseconds and ratios; only those whose variants were measured."""
+    """The row's answers from the times of its groups, in nanoseconds, cycles, MHz and ratios; only those whose variants were measured."""
     answers: dict[str, float] = {}
     times = {**times, "residual": times.get("residual", times.get("dit", {})), "baseline": times.get("baseline", times.get("dit", {}))}
     for name, group, top, bottom in (
@@ -122,6 +134,15 @@ def derived(times: dict[str, dict[str, timing.Times]]) -> dict[str, float]:
         t = times.get(group, {})
         if top in t and bottom in t:
             answers[name] = round(t[top].slowest_ns - t[bottom].slowest_ns, 1)
+    for name, group, top in PAIRED:
+        t = times.get(group, {})
+        parts = timing.apart(t[top], t["local"]) if top in t and "local" in t else None
+        if parts is not None:
+            answers |= {
+                f"{name}_paired_ns": round(parts.total_ns, 1), f"{name}_clock_ns": round(parts.clock_ns, 1),
+                f"{name}_cycles_ns": round(parts.cycles_ns, 1), f"{name}_cycles": round(parts.cycles),
+                f"{name}_mhz": round(parts.clock_mhz, 1), f"{name}_local_mhz": round(parts.base_clock_mhz, 1),
+            }  # fmt: skip
     if "residual_ns" in answers:
         answers["residual_share"] = round(answers["residual_ns"] / times["residual"]["fa4"].slowest_ns, 6)
     t = times["baseline"]
@@ -254,15 +275,21 @@ def _row(shape: Shape, groups: Sequence[str], rounds: int, pause_s: float, platf
         functions: dict[str, Callable[[], Any]] = {"fa4": attention}
         for name, variant in FUSED.items():
             functions[name] = partial(attend, q, k, v, variant=variant)
-        side, own = torch.cuda.Stream(), [torch.empty_like(target) for target in targets]
+        side = torch.cuda.Stream()
+        own = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in targets]
 
         def beside(places: Sequence[torch.Tensor]) -> None:
-            """The kernel with local stores, while the copy engines bring the other ranks' rows of `out` to `places`."""
+            """The kernel with local stores, while the copy engines bring the other ranks' rows of `out` to `places`.
+
+            Not by `Tensor.copy_`: for strided rows that is a kernel, which takes SMs.
+            """
             side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for s in layout.segments:
-                    if s.rank != rank:
-                        places[s.rank][:, s.local_start : s.local_start + s.rows].copy_(out[:, s.start : s.start + s.rows])
+            for s in layout.segments:
+                if s.rank != rank:
+                    to, rows = places[s.rank][0, s.local_start :], out[0, s.start : s.start + s.rows]
+                    steps = [x.stride(0) * x.element_size() for x in (to, rows)]
+                    width = shape.heads * shape.head_dim * rows.element_size()
+                    copy_rows(to.data_ptr(), steps[0], rows.data_ptr(), steps[1], width, s.rows, side.cuda_stream)
             attend(q, k, v, variant=FUSED["local"])
             torch.cuda.current_stream().wait_stream(side)
 
@@ -290,7 +317,7 @@ def _row(shape: Shape, groups: Sequence[str], rounds: int, pause_s: float, platf
             timed[name] = partial(_repeat, functions[name], calls) if eager else serial.graphed(functions[name], calls, warm_up)
             timing.meet()
         times = {
-            group: timing.interleaved({n: timed[n] for n in names}, calls=calls, rounds=rounds, pause_s=pause_s)
+            group: timing.interleaved({n: timed[n] for n in names}, calls=calls, rounds=rounds, pause_s=pause_s, cycles=True)
             for group, names in groups_here.items()
         }
         attend.check()
