@@ -422,7 +422,7 @@ def test_copies_go_where_the_kernel_stores(case: Case, monkeypatch: pytest.Monke
         for i in range(rows):
             ctypes.memmove(to + i * to_step, source + i * source_step, width)
 
-    monkeypatch.setattr(he, "copy_rows", copy_rows)
+    monkeypatch.setattr(he.serial, "copy_rows", copy_rows)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     machine = Machine(case, monkeypatch)
     buffers = [torch.full((machine.size,), 255, dtype=torch.uint8) for _ in case.rows]

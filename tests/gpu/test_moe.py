@@ -264,8 +264,13 @@ def recorded(options: argparse.Namespace, format_: str = "fp8") -> None:
             for layer, columns in ((1, 2 * moe.intermediate // 256), (2, problem.hidden // 256)):
                 for group in (0, 1):
                     here = (t["layer"] == layer) & (t["group"] == group)
-                    found = sorted(zip(t["m"][here], t["n"][here], strict=True))
-                    complete &= found == [(m, c) for m in range(tiles) for c in range(columns)]
+                    found = list(zip(t["m"][here], t["n"][here], strict=True))
+                    wide = columns
+                    if format_ == "mxfp4":  # half the columns of two row tiles, or of one
+                        wide = 2 * columns
+                        single, member = t["what"][here] & 1, t["cta"][here] % 2
+                        found = [(m + i, 2 * n + c) for (m, n), one, c in zip(found, single, member, strict=True) for i in range(2 - one)]
+                    complete &= sorted(found) == [(m, c) for m in range(tiles) for c in range(wide)]
             complete &= sorted(sends["item"]) == list(range(int(exchange._items[0])))
             assert everywhere(complete), f"{kind}: records are missing, or there are too many"
             steps = [

@@ -4,7 +4,7 @@
         q, k, v = to_heads(q, k, v)      # [batch, my rows, all heads, head dim] → [batch, whole sequence, my heads, head dim]
 
 `AttentionA2A.ulysses` puts one in front of the fused attention. What it runs on is decided once, by all ranks together: `kernel` (one
-Hopper kernel stores all three into the peers' buffers, `heads_sm90.py`, then the ranks meet), `push` (strided copies by the copy engines,
+Hopper kernel stores all three into the peers' buffers, `heads_sm90.py`, then the ranks meet), `push` (strided copies,
 between two barriers), `nccl` and `reference` (an all-to-all each, over NCCL or gloo).
 
 In two parts (`in_parts`, kernel only) the first few heads of every rank arrive before the others, so that attention of the first hides
@@ -270,7 +270,7 @@ class HeadExchange:
         if fallback == "error":
             raise UnsuitableMachine(f"the exchange to heads cannot run as one kernel ({self.reason})")
         mode = "push" if self._buffer is not None else "nccl"
-        words = {"push": "a copy-engine push", "nccl": "three NCCL all-to-alls"}
+        words = {"push": "strided copies", "nccl": "three NCCL all-to-alls"}
         warnings.warn(f"the exchange to heads runs as {words[mode]}: {self.reason}", RuntimeWarning, stacklevel=4)
         return mode
 
@@ -378,7 +378,7 @@ class HeadExchange:
                     row = b * call.layout.sequence + s.start
                     to = self._buffer.addresses[peer] + start + row * pitch + begin * self._head_bytes
                     step = t.stride(1) * t.element_size()
-                    copy_rows(to, pitch, source.data_ptr(), step, (end - begin) * self._head_bytes, s.rows, stream)
+                    serial.copy_rows(to, pitch, source.data_ptr(), step, (end - begin) * self._head_bytes, s.rows, stream)
 
     def _meet_urgently(self, words: torch.Tensor) -> None:
         """`Meeting(DONE)` behind copies. On a full GPU it needs the next place that gets free, so it is on a stream of high priority."""
@@ -394,7 +394,7 @@ class HeadExchange:
         current.wait_stream(self._urgent)
 
     def _push(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, turn: int) -> None:
-        """Each segment of my rows into the buffers of all ranks, by the copy engines."""
+        """Each segment of my rows into the buffers of all ranks, by torch's copies."""
         assert self._buffer is not None
         self._buffer.barrier(0)
         for peer in ((self.rank + 1 + i) % self.world for i in range(self.world)):  # own rows last: they need no drain
@@ -469,21 +469,6 @@ def heads_adjoin(x: torch.Tensor) -> bool:
 def side_by_side(x: torch.Tensor) -> bool:
     """Whether they do, and the rows lie apart: what a strided copy can read."""
     return heads_adjoin(x) and bool(x.stride(1) >= x.shape[2] * x.shape[3])
-
-
-def copy_rows(to: int, to_step: int, source: int, source_step: int, width: int, rows: int, stream: int) -> None:
-    """`rows` rows of `width` bytes between addresses of GPUs, by the copy engines. Steps from row to row in bytes."""
-    if not width or not rows:
-        return
-    from cuda.bindings import driver
-
-    copy = driver.CUDA_MEMCPY2D()
-    copy.srcMemoryType = copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
-    copy.srcDevice, copy.srcPitch, copy.dstDevice, copy.dstPitch = source, source_step, to, to_step
-    copy.WidthInBytes, copy.Height = width, rows
-    (error,) = driver.cuMemcpy2DAsync(copy, stream)
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"cuMemcpy2DAsync: {error.name}")
 
 
 def _nothing() -> None:

@@ -386,7 +386,7 @@ class AttentionA2A:
         if fallback == "error":
             raise UnsuitableMachine(f"attention + all-to-all cannot run fused ({self.reason})")
         mode = "push" if self._buffer is not None else "nccl"
-        words = {"push": "a copy-engine push", "nccl": "an NCCL all-to-all"}
+        words = {"push": "strided copies", "nccl": "an NCCL all-to-all"}
         warnings.warn(f"attention + all-to-all runs as attention, then {words[mode]}: {self.reason}", RuntimeWarning, stacklevel=4)
         return mode
 

@@ -2,8 +2,8 @@
 
 (a) `NcclExchange`: gather rows by owner, `all_to_all_single`, put heads side by side: the paper's serial baseline (section 5.3).
 (b) the same in a CUDA graph (`graphed`).
-(c) `push`: each rank's copy engines write strided blocks straight into the owners' buffers, between two barriers of torch symmetric
-    memory. It needs no permutation and is the strongest of the three.
+(c) `push`: each rank writes strided blocks straight into the owners' buffers, between two barriers of torch symmetric memory; by torch's
+    copies, which for strided blocks are kernels on the SMs, or by the copy engines. It needs no permutation and is the strongest.
 
 The attention is FA4's where it runs (`attention`), with its own bulk store of the output; else torch's scaled dot product. `OTHERS` are
 other attention kernels for the same exchanges, full attention only, where their packages are installed.
@@ -126,20 +126,50 @@ def to_heads(x: torch.Tensor, rows: Sequence[int], heads: Sequence[int], group: 
 
 
 def push(
-    x: torch.Tensor, layout: SequenceLayout, targets: Sequence[torch.Tensor], rank: int, barrier: Callable[[int], Any]
-) -> torch.Tensor:
+    x: torch.Tensor, layout: SequenceLayout, targets: Sequence[torch.Tensor], rank: int, barrier: Callable[[int], Any],
+    engines: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """(c): copy each segment of [batch, sequence, my heads, …] into `targets[owner]`, the part of that rank's output for my heads.
 
     Args:
         targets: per rank a view [batch, its rows, my heads, …] of its output. barrier: called with 0 before and 1 after.
+        engines: by the copy engines; what lies behind the rows must be contiguous.
     """
     barrier(0)
     # Each rank starts with its right neighbour, so that no rank is everyone's first.
     for segment in sorted(layout.segments, key=lambda s: (s.rank - rank - 1) % layout.world):
         rows = slice(segment.start, segment.start + segment.rows)
-        targets[segment.rank][:, segment.local_start : segment.local_start + segment.rows].copy_(x[:, rows])
+        target = targets[segment.rank][:, segment.local_start : segment.local_start + segment.rows]
+        if engines:
+            for to, source in zip(target, x[:, rows], strict=True):
+                copy_tensor_rows(to, source)
+        else:
+            target.copy_(x[:, rows])
     barrier(1)
     return x
+
+
+def copy_tensor_rows(to: torch.Tensor, source: torch.Tensor) -> None:
+    """[rows, …] to another of the same shape and dtype, by the copy engines; rows are contiguous in both."""
+    size = source.element_size()
+    width = source[0].numel() * size if len(source) else 0
+    steps = (to.stride(0) * size, source.stride(0) * size)
+    copy_rows(to.data_ptr(), steps[0], source.data_ptr(), steps[1], width, len(source), torch.cuda.current_stream().cuda_stream)
+
+
+def copy_rows(to: int, to_step: int, source: int, source_step: int, width: int, rows: int, stream: int) -> None:
+    """`rows` rows of `width` bytes between addresses of GPUs, by the copy engines. Steps from row to row in bytes."""
+    if not width or not rows:
+        return
+    from cuda.bindings import driver
+
+    copy = driver.CUDA_MEMCPY2D()
+    copy.srcMemoryType = copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+    copy.srcDevice, copy.srcPitch, copy.dstDevice, copy.dstPitch = source, source_step, to, to_step
+    copy.WidthInBytes, copy.Height = width, rows
+    (error,) = driver.cuMemcpy2DAsync(copy, stream)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"cuMemcpy2DAsync: {error.name}")
 
 
 def graphed(function: Callable[[], Any], calls: int = 1, warm_up: int = 3) -> Callable[[], None]:

@@ -190,12 +190,14 @@ def _attention_table(results: Path) -> str:
         residual, baseline, d = r["groups"]["residual"], r["groups"]["baseline"], r["derived"]
         us = {name: f"{t['slowest_ns'] / 1e3:.1f}" for group in (baseline, residual) for name, t in group.items()}
         rows.append([
-            f"{r['heads']}, {r['sequence']:,}", *(us[n] for n in ("fa4", "local", "stores", "fused", "push_graph", "nccl_graph", "nccl")),
+            f"{r['heads']}, {r['sequence']:,}", *(us[n] for n in ("fa4", "local", "stores", "fused", "push_graph")),
+            us.get("push_engines_graph", "–"), us["nccl_graph"], us["nccl"],
             f"{d['residual_ns'] / 1e3:.1f} ({d['residual_share']:.1%})", *_bounds(r),
             f"{d['readiness_ns'] / 1e3:.1f}", f"{d['kernel_over_fa4_ns'] / 1e3 / float(us['fa4']):.2%}",
             f"{d['speedup_strongest']:.2f}×", f"{d['speedup_paper_baseline']:.2f}×",
         ])  # fmt: skip
-    head = ["H, M", "FA4 alone", "local stores", "stores", "fused", "push, graph", "NCCL, graph", "NCCL, eager", "E_res",
+    head = ["H, M", "FA4 alone", "local stores", "stores", "fused", "push, graph", "push by copy engines, graph",
+            "NCCL, graph", "NCCL, eager", "E_res",
             "predicted: last drain", "and stalls", "readiness", "local over FA4", "over strongest serial", "over eager serial"]  # fmt: skip
     said = "µs per call, slowest rank, medians; H heads per GPU, head dim 128, bf16, full attention"
     return grid(head, rows) + f"\n\n{said}; `results/h200x2/attention.json`."
@@ -287,8 +289,8 @@ def _attention_models_table(results: Path) -> str:
 
 
 def _attention_clocks_table(results: Path) -> str:
-    path = results / "h200x2" / "attention-clocks.json"
-    if not path.exists():
+    path = results / "h200x2" / "attention.json"
+    if not any("traffic" in r["groups"] for r in _read(path)["rows"]):
         return "Not measured yet."
     rows = []
     for r in _read(path)["rows"]:
@@ -305,7 +307,7 @@ def _attention_clocks_table(results: Path) -> str:
         "µs per call over local stores, on the rank that is slowest with the slower variant; every number is a median of its own over "
         "rounds, of differences within a round, so parts need not add up. In brackets: clock, cycles"
     )
-    return grid(head, rows) + f"\n\n{said}; `results/h200x2/attention-clocks.json`."
+    return grid(head, rows) + f"\n\n{said}; `results/h200x2/attention.json`."
 
 
 def _attention_orders_table(results: Path) -> str:
@@ -413,7 +415,7 @@ def _head_exchange_table(results: Path) -> str:
         ]
         for r in _read(results / "h200x2" / "head-exchange.json")["rows"]
     ]
-    head = ["model", "bound", "one kernel", "copies by the copy engines", "three all-to-alls (NCCL)", "kernel over bound"]
+    head = ["model", "bound", "one kernel", "strided copies", "three all-to-alls (NCCL)", "kernel over bound"]
     return grid(head, rows) + "\n\nµs, slowest rank, two H200s; `results/h200x2/head-exchange.json`."
 
 

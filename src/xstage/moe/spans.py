@@ -9,6 +9,8 @@ under the last matrix instructions of the second half), main loop over, last sto
 tile's epilogue is the sender-visible T_RS of the paper. Of a tile, the loading warp: how long it waited for the tile's rows. Of an item,
 the sending warp: taken up, its turn come, its rows counted at their expert's rank.
 
+With weights in MXFP4 a record is of half the columns of two row tiles, or of one that is alone (bit 0 of what it is of).
+
 A main loop counts as busy, waits for later stages included: the share says where the math warps were, not what the tensor cores did.
 
 Not covered: the warp that stores Linear-1's tiles, other warps of a warpgroup, order between records closer than the clock's 32 ns.

@@ -9,7 +9,8 @@ groups, their questions, and the columns that answer them:
   kernel, every row stored into the rank's own memory) and over `fa4` (the unmodified kernel). Readiness: `fused` (the call ends when
   its output is complete) over `stores`.
 * `baseline`. `fused` against the paper's serial baseline (`nccl`: eager, with permutations), the same in a graph (`nccl_graph`), and the
-  copy-engine push in a graph, after FA4 (`push_graph`) and after other attention kernels that this machine has (`push_cudnn`, `push_fa3`).
+  push in a graph, after FA4 by torch's copies (`push_graph`) and by the copy engines (`push_engines_graph`), and after other attention
+  kernels that this machine has (`push_cudnn`, `push_fa3`).
 * `forms`. A CTA computes its tile, the default (`local`, `stores`, `fused`), or reads it from a table at its start (`…_table`).
 * `order`. What the order and the share of remote destinations do to the residual (`stores_table`, which alternates, `plain`, `own_last`,
   `remote`; all read the tile table, which some orders need), and what a meeting before the call costs, which the first call of a graph
@@ -46,7 +47,6 @@ import torch
 import torch.distributed as dist
 
 from xstage.attention import serial
-from xstage.attention.heads import copy_rows
 from xstage.attention.layout import SequenceLayout
 from xstage.attention.op import AttentionA2A, Variant
 from xstage.bench import timing
@@ -93,7 +93,7 @@ FUSED = {
     "remote": Variant(stores="remote", finish="none", start="table"),
     "met": Variant(entry="always"),
 }
-SERIAL = ("nccl", "nccl_graph", "push_graph", *(f"push_{name}" for name in serial.OTHERS))
+SERIAL = ("nccl", "nccl_graph", "push_graph", "push_engines_graph", *(f"push_{name}" for name in serial.OTHERS))
 GROUPS = {
     "residual": ("fa4", "local", "stores", "fused"),
     "baseline": ("fa4", "fused", *SERIAL),
@@ -269,8 +269,8 @@ def _row(shape: Shape, groups: Sequence[str], rounds: int, pause_s: float, platf
         def attention() -> torch.Tensor:
             return serial.attention(q, k, v, out=out)[0]
 
-        def pushed(kernel: Callable[[], torch.Tensor]) -> None:
-            serial.push(kernel(), layout, targets, rank, attend.barrier)
+        def pushed(kernel: Callable[[], torch.Tensor], engines: bool = False) -> None:
+            serial.push(kernel(), layout, targets, rank, attend.barrier, engines)
 
         functions: dict[str, Callable[[], Any]] = {"fa4": attention}
         for name, variant in FUSED.items():
@@ -286,16 +286,16 @@ def _row(shape: Shape, groups: Sequence[str], rounds: int, pause_s: float, platf
             side.wait_stream(torch.cuda.current_stream())
             for s in layout.segments:
                 if s.rank != rank:
-                    to, rows = places[s.rank][0, s.local_start :], out[0, s.start : s.start + s.rows]
-                    steps = [x.stride(0) * x.element_size() for x in (to, rows)]
-                    width = shape.heads * shape.head_dim * rows.element_size()
-                    copy_rows(to.data_ptr(), steps[0], rows.data_ptr(), steps[1], width, s.rows, side.cuda_stream)
+                    with torch.cuda.stream(side):
+                        to = places[s.rank][0, s.local_start : s.local_start + s.rows]
+                        serial.copy_tensor_rows(to, out[0, s.start : s.start + s.rows])
             attend(q, k, v, variant=FUSED["local"])
             torch.cuda.current_stream().wait_stream(side)
 
         functions["local_sent"], functions["local_copied"] = partial(beside, targets), partial(beside, own)
         functions["nccl"] = functions["nccl_graph"] = lambda: exchange(attention())
         functions["push_graph"] = partial(pushed, attention)
+        functions["push_engines_graph"] = partial(pushed, attention, True)
         missing = {}
         for name, other in serial.OTHERS.items():
             reason = _why_not(partial(other, q, k, v))
