@@ -1,14 +1,14 @@
 """How much of the exchange of q, k and v attention hides, over how many heads come first and how the rest is sent.
 
     torchrun --nproc-per-node 2 benchmarks/ulysses_overlap.py --out result.json [--models wan_14b_480p flux_1_2048 flux_1_1024]
-        [--first 1 2 3 4] [--ctas 8 12 16 24 0] [--forms turns ahead runs]
+        [--first 1 2 3 4] [--ctas 8 12 16 24 0]
 
 Shapes of diffusion transformers (`studies.dit_models`), bf16, batch 1; all in CUDA graphs, interleaved. `alone`: flash-attn-4 on this
 rank's heads. `at_once`: `AttentionA2A.ulysses` with all heads first; `chosen`: as the model chooses; `N_by_C`: N heads of every rank first,
-the rest sent by C CTAs (0: by the copy engines), in the form of `HeadExchange` that a suffix names, if it is not the first of all.
-`exchange` is that of all heads alone, `parts_N_by_C` both parts of it, one after the other, nothing beside them; `beside_N_by_C` is
-`alone` with both parts going on meanwhile, neither waiting for the other. A row says what each exposes (its time less `alone`), and what
-the model expected; of `beside`, also how much of it is a lower SM clock and how much are more cycles (`timing.apart`).
+the rest sent by C CTAs (0: by the copy engines). `exchange` is that of all heads alone, `parts_N_by_C` both parts of it, one after the
+other, nothing beside them; `beside_N_by_C` is `alone` with both parts going on meanwhile, neither waiting for the other. A row says what
+each exposes (its time less `alone`), and what the model expected; of `beside`, also how much of it is a lower SM clock and how much are
+more cycles (`timing.apart`).
 
 Each split's output must have the bits of `at_once` first.
 """
@@ -31,7 +31,6 @@ import torch.distributed as dist
 
 import xstage
 from xstage.attention import serial
-from xstage.attention.heads import FORMS
 from xstage.attention.layout import SequenceLayout
 from xstage.attention.overlap import Split, attention_ns, choose, time_ns
 from xstage.bench import timing
@@ -42,7 +41,7 @@ from xstage.studies.dit_models import Model, overlap_problem
 FLOP_PER_NS = 6e5  # of a rank, to choose the calls of a graph
 
 
-def measure(model: Model, firsts: list[int], ctas: list[int], forms: list[str], rounds: int) -> dict[str, Any]:
+def measure(model: Model, firsts: list[int], ctas: list[int], rounds: int) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     layout = SequenceLayout.shards([model.rows(r, world) for r in range(world)])
     generator = torch.Generator(device="cuda").manual_seed(rank)
@@ -57,44 +56,38 @@ def measure(model: Model, firsts: list[int], ctas: list[int], forms: list[str], 
     ) as attend:
         here = draw(layout.sequence, attend.heads_per_rank[rank])
 
-        def call(split: Split | None, form: str = forms[0], chosen: bool = False) -> torch.Tensor:
-            if attend.inputs is not None:
-                attend.inputs.form = form
+        def call(split: Split | None, chosen: bool = False) -> torch.Tensor:
             attend.rest_ctas = None if split is None else split.ctas
             first = None if chosen else split.first if split else 0
             out: torch.Tensor = attend.ulysses(*mine, layout=layout, first_heads=first)
             return out
 
-        def parts(split: Split, form: str) -> None:
+        def parts(split: Split) -> None:
             assert attend.inputs is not None
-            attend.inputs.form = form
             attend.inputs.in_parts(*mine, layout, split.first, split.ctas)[1]()
 
         side = torch.cuda.Stream()
 
-        def beside(split: Split, form: str) -> None:
+        def beside(split: Split) -> None:
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                parts(split, form)
+                parts(split)
             serial.attention(*here)
             torch.cuda.current_stream().wait_stream(side)
 
-        splits = [
-            (Split(first, n), form) for first in firsts if first < max(attend.heads_per_rank) for n in ctas
-            for form in (forms if n else forms[:1])
-        ]  # fmt: skip
+        splits = [Split(first, n) for first in firsts if first < max(attend.heads_per_rank) for n in ctas]
         want = call(None).clone()
-        for split, form in [*splits, (None, forms[0])]:
-            same = torch.equal(call(split, form, chosen=split is None), want)
+        for split in [*splits, None]:
+            same = torch.equal(call(split, chosen=split is None), want)
             if not all(timing.gather(same)):
-                raise XStageError(f"{split}, {form}: the output is not that of all heads at once")
-        names = {(s, form): f"{s.first}_by_{s.ctas}" + (f"_{form}" if form != FORMS[0] else "") for s, form in splits}
+                raise XStageError(f"{split}: the output is not that of all heads at once")
+        names = {split: f"{split.first}_by_{split.ctas}" for split in splits}
         functions: dict[str, Callable[[], Any]] = {
-            "alone": lambda: serial.attention(*here)[0], "at_once": partial(call, None), "chosen": partial(call, None, forms[0], True),
+            "alone": lambda: serial.attention(*here)[0], "at_once": partial(call, None), "chosen": partial(call, None, True),
             "exchange": lambda: attend.inputs(*mine, layout),  # type: ignore[misc]
-            **{name: partial(call, *key) for key, name in names.items()},
-            **{f"parts_{name}": partial(parts, *key) for key, name in names.items() if key[0].first == firsts[0]},
-            **{f"beside_{name}": partial(beside, *key) for key, name in names.items() if key[0].first == firsts[0]},
+            **{names[split]: partial(call, split) for split in splits},
+            **{f"parts_{names[split]}": partial(parts, split) for split in splits if split.first == firsts[0]},
+            **{f"beside_{names[split]}": partial(beside, split) for split in splits if split.first == firsts[0]},
         }  # fmt: skip
         calls = timing.launches_for(model.attention_flop / world / FLOP_PER_NS, least=1)
         graphs = {}
@@ -107,8 +100,7 @@ def measure(model: Model, firsts: list[int], ctas: list[int], forms: list[str], 
         graphs.clear()
     p = overlap_problem(model, world)
     ns = {name: t.slowest_ns for name, t in times.items()}
-    expected = {name: time_ns(p, split) for (split, _), name in names.items()}
-    expected |= {"at_once": time_ns(p, None), "chosen": time_ns(p, choose(p))}
+    expected = {names[split]: time_ns(p, split) for split in splits} | {"at_once": time_ns(p, None), "chosen": time_ns(p, choose(p))}
     best = choose(p)
     slower = {name: timing.apart(t, times["alone"]) for name, t in times.items() if name.startswith("beside_")}
     return {
@@ -128,16 +120,15 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["flux_1_1024", "flux_1_2048", "wan_14b_480p"])
     parser.add_argument("--first", nargs="+", type=int, default=[1, 2, 3, 4])
     parser.add_argument("--ctas", nargs="+", type=int, default=[8, 12, 16, 24, 0])
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS[:1]))
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     timing.start_group("benchmarks/ulysses_overlap.py")
     rank, begun = dist.get_rank(), time.monotonic()
-    settings = {name: getattr(options, name) for name in ("models", "first", "ctas", "forms", "rounds")} | {"dtype": "bfloat16", "batch": 1}
+    settings = {name: getattr(options, name) for name in ("models", "first", "ctas", "rounds")} | {"dtype": "bfloat16", "batch": 1}
     file = timing.ResultFile(options.out, "ulysses_overlap", write=rank == 0, settings=settings)
     done = set(timing.gather([row["name"] for row in file.content["rows"]])[0])
     for model in (MODELS[name] for name in options.models if MODELS[name].name not in done):
-        row = measure(model, options.first, options.ctas, options.forms, options.rounds)
+        row = measure(model, options.first, options.ctas, options.rounds)
         file.add(row)
         torch.cuda.empty_cache()
         if rank == 0:
@@ -147,7 +138,7 @@ def main() -> None:
                 us = [d[key] / 1e3 for key in ("total_ns", "clock_ns", "cycles_ns")]
                 print(f"  {name:17s} {us[0]:7.1f} µs longer, by clock {us[1]:7.1f}, by cycles {us[2]:7.1f}", file=sys.stderr)
             for name, exposed in sorted(row["exposed_us"].items(), key=lambda item: item[1]):
-                print(f"  {name:16s} exposes {exposed:7.1f} µs, expected {row['expected_us'][name]:7.1f}", file=sys.stderr, flush=True)
+                print(f"  {name:10s} exposes {exposed:7.1f} µs, expected {row['expected_us'][name]:7.1f}", file=sys.stderr, flush=True)
     file.finish()
     timing.meet()
     dist.destroy_process_group()

@@ -256,8 +256,6 @@ def _action(words: list[str], arguments: list[str]) -> str:
             value = f"{a} {_OPERATORS[kind]} {b}"
         case ["not", "pred"]:
             value = f"not {a}"
-        case ["not", _]:
-            value = f"{a} ^ {mask}"
         case ["setp", comparison, _] if what[0] != "f":
             value = f"{sa} {_COMPARISONS[comparison]} {sb}"
         case ["setp", comparison, "and", _] if what[0] != "f":

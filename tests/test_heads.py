@@ -100,23 +100,6 @@ def test_parts_by_hand() -> None:
     assert lay.head_table([0, 1000, 2000], [8, 4, 0], 16, rest).tolist() == [[96, 128 | 6 << 32], [112, 128 | 7 << 32]]
 
 
-@given(shards(), st.integers(0, 10), st.integers(1, 6))
-@settings(deadline=None)
-def test_runs_are_the_heads_in_order(given_: tuple[SequenceLayout, list[int]], first: int, most: int) -> None:
-    _, heads = given_
-    bases = [2**40 + rank * 2**20 for rank in range(len(heads))]
-    for ranges in lay.head_parts(heads, first):
-        tables = [lay.head_table([base + 2**16 * i for base in bases], heads, 48, ranges) for i in range(3)]
-        runs = lay.run_table(tables, 48, most * 48)
-        sizes, which = runs[:, 2] & 0xFFFFFFFF, runs[:, 2] >> 32
-        assert ((sizes > 0) & (sizes <= most * 48)).all()
-        split = [[(a + 48 * i, b + (i << 32)) for i in range((n & 0xFFFFFFFF) // 48)] for a, b, n, _ in runs.tolist()]
-        again = [[head for w, run in zip(which, split, strict=True) if w == number for head in run] for number in range(3)]
-        assert [[tuple(row) for row in table] for table in tables] == again
-        whole = len(lay.run_table(tables, 48, 2**20))
-        assert whole == 3 * sum(begin < end for begin, end in ranges)
-
-
 def test_sent_bytes_by_hand() -> None:
     layout = SequenceLayout.shards([3, 5])
     assert lay.sent_bytes(layout, 0, (4, 2), (2, 1), 256) == 3 * (2 + 2 * 1) * 256
@@ -149,68 +132,13 @@ def test_all_pieces_are_loaded_then_stored_by_16_bytes(heads: int, kv_heads: int
     assert "griddepcontrol.launch_dependents" in ptx
 
 
-@needs_compiler
-@pytest.mark.parametrize(("heads", "kv_heads", "head_bytes"), [(38, 38, 256), (22, 22, 256), (5, 5, 48), (8, 2, 128)])
-def test_the_next_item_is_loaded_between_the_stores_of_this_one(heads: int, kv_heads: int, head_bytes: int) -> None:
-    from xstage.attention.heads_sm90 import FLIGHT, compiled_to_heads
-
-    code = machine_code.of(compiled_to_heads(heads, kv_heads, head_bytes, True, "ahead"))
-    ptx, sass = code["ptx"], code["sass"]
-    assert not re.search(r"\b(LDL|STL)\b", sass)
-    assert max(int(r) for r in re.findall(r"\bR(\d+)\b", sass)) < 80  # 768 threads of them on an SM
-    assert len(re.findall(r"\bst\.", ptx)) == len(re.findall(r"STG\.E\.128", sass)) == FLIGHT
-    # The first item's loads, then the loop. In it each row but the last two is loaded before the last store.
-    order = "".join("l" if "LDG" in found else "s" for found in re.findall(r"LDG\.E\.NA\.128|STG\.E\.128", sass))
-    assert order.startswith("l" * FLIGHT + "s")
-    assert order.count("l") == 2 * FLIGHT
-    loop = order[FLIGHT:]
-    assert loop.index("l") <= FLIGHT // 2
-    assert loop.rindex("s") >= 2 * FLIGHT - 5
-    assert not re.search(r"\.release\.|\.acquire\.|\.sys\b|\b(fence|membar|atom|red)\.", ptx)
-    assert _loop_length(sass) <= 190
-
-
-@needs_compiler
-def test_runs_are_copied_without_registers() -> None:
-    from xstage.attention.runs_sm90 import SHARED_BYTES, STAGES, WARPS, compiled_runs, rows_of_item
-
-    code = machine_code.of(compiled_runs())
-    ptx, sass = code["ptx"], code["sass"]
-    assert not re.search(r"\b(LDL|STL|STG|STS|LDS)\b", sass)
-    assert max(int(r) for r in re.findall(r"\bR(\d+)\b", sass)) < 48
-    assert len(re.findall(r"UBLKCP\.S\.G", sass)) == len(re.findall(r"UBLKCP\.G\.S", sass)) == 1
-    # A store of this turn, not of the one before, may still be reading when a load overwrites; all have ended at the end.
-    assert re.findall(r"wait_group(?:\.read)? \d", ptx) == ["wait_group.read 1", "wait_group 0"]
-    assert ptx.index("cp.async.bulk.global") < ptx.index("wait_group.read 1") < ptx.index("cp.async.bulk.shared")
-    assert not re.search(r"\.sys\b|\b(membar|atom|red)\.", ptx)
-    assert "griddepcontrol.launch_dependents" in ptx
-    # Beside it on an SM a meeting finds room: 228 KiB, of which every CTA takes one.
-    assert SHARED_BYTES + 8 * WARPS * STAGES + 2 * 1024 <= 228 << 10
-    assert [rows_of_item(size) for size in (16, 256, 2560, 4608, 7168)] == [32, 28, 2, 1, 1]
-    assert _loop_length(sass) <= 180
-
-
-def _loop_length(sass: str) -> int:
-    """Instructions of the longest loop that ends."""
-    labels: dict[str, int] = {}
-    count, longest = 0, 0
-    for line in sass.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = count
-        elif re.search(r"/\*[0-9a-f]{4,5}\*/", line):
-            count += 1
-            if (jump := re.search(r"BRA\S*\s.*?(\.L_x_\d+)", line)) and jump[1] in labels:
-                longest = max(longest, count - labels[jump[1]])
-    return longest
-
-
 # ---- emulated ranks
 
 
 @dataclass(frozen=True)
 class Case:
     """rows: of each rank. heads: of each rank. ratio: query heads per key/value head. strides: how q, k and v lie in memory.
-    first: key/value heads of the first part. ctas: that send the rest, and how.
+    first: key/value heads of the first part. ctas: that send the rest.
     """
 
     rows: tuple[int, ...]
@@ -223,7 +151,6 @@ class Case:
     buffers: int = 2
     first: int = 0
     ctas: int = 2
-    form: str = "turns"
 
     @property
     def layout(self) -> SequenceLayout:
@@ -231,19 +158,18 @@ class Case:
 
     def __str__(self) -> str:
         sizes = ["x".join(map(str, part)) for part in (self.rows, self.heads, self.text) if part]
-        how = f"{self.first}by{self.ctas}-{self.form}"
-        return f"{'-'.join(sizes)}-{self.head_dim}-{self.strides}-{self.batch}x{self.ratio}-{self.buffers}-{how}"
+        return f"{'-'.join(sizes)}-{self.head_dim}-{self.strides}-{self.batch}x{self.ratio}-{self.buffers}-{self.first}by{self.ctas}"
 
 
 class Machine:
     """All ranks, and the memory that all of them reach."""
 
     def __init__(self, case: Case, monkeypatch: pytest.MonkeyPatch, timeout_ns: int = PATIENT_NS):
-        from xstage.attention import heads_sm90, runs_sm90
+        from xstage.attention import heads_sm90
         from xstage.device import meeting
 
         self.case, self.memory, self.timeout_ns, self._seed = case, Memory(32 << 20), timeout_ns, 0
-        for module, name in ((heads_sm90, "compiled_to_heads"), (runs_sm90, "compiled_runs"), (meeting, "compiled_meeting")):
+        for module, name in ((heads_sm90, "compiled_to_heads"), (meeting, "compiled_meeting")):
             monkeypatch.setattr(module, name, emulated(getattr(module, name)))
         world = len(case.rows)
         self.exchanges = [self.exchange(rank) for rank in range(world)]
@@ -263,7 +189,7 @@ class Machine:
         made.heads, made.kv_heads = sum(made.heads_per_rank), sum(made.kv_heads_per_rank)
         made._counts = (made.heads_per_rank, made.kv_heads_per_rank, made.kv_heads_per_rank)
         made.head_dim, made.dtype, made._head_bytes = case.head_dim, torch.bfloat16, 2 * case.head_dim
-        made.form, made.max_batch, made.max_sequence, made.buffers = case.form, case.batch, case.layout.sequence + 3, case.buffers
+        made.max_batch, made.max_sequence, made.buffers = case.batch, case.layout.sequence + 3, case.buffers
         made._control = Array.of(self.memory, torch.zeros(2, dtype=torch.int64))
         status = Array.of(self.memory, torch.zeros(1, dtype=torch.int64))
         made._watch = SimpleNamespace(address=status.address, status=status)  # type: ignore[assignment]
@@ -277,7 +203,7 @@ class Machine:
         plan.places = Array.of(self.memory, plan.places)
         plan.calls = [Array.of(self.memory, x) for x in plan.calls]
         for part in plan.parts:
-            part.heads, part.runs = ([Array.of(self.memory, x) for x in tables] for tables in (part.heads, part.runs))
+            part.heads = [Array.of(self.memory, x) for x in part.heads]
         return plan  # type: ignore[no-any-return]
 
     def draw(self, generator: torch.Generator) -> list[torch.Tensor]:
@@ -318,7 +244,7 @@ class Machine:
                 if len(arguments) > 3:  # the bound of the grid is no argument of the kernel
                     *arguments, bound, control = arguments
                     arguments, grid = (*arguments, control), min(ctas, bound)
-                grids.append(Grid(kernel, grid, addresses(arguments), self.memory, shared_bytes=256 << 10, seed=self._seed))
+                grids.append(Grid(kernel, grid, addresses(arguments), self.memory, seed=self._seed))
             if between is not None and number + 1 < len(plan.parts):
                 grids.append(between)
         return grids
@@ -389,15 +315,6 @@ CASES = [
     Case((30, 25), (3, 3), 128, first=1, ctas=1),
     Case((13, 7), (3, 1), 64, batch=2, first=1, strides="mixed"),
     Case((10, 3, 6), (6, 2, 4), 16, ratio=2, batch=2, strides="mixed", text=(2, 0, 5), first=2, buffers=1),
-    Case((30, 25), (3, 3), 128, first=1, ctas=1, form="ahead"),
-    Case((13, 7), (3, 1), 64, batch=2, first=1, strides="mixed", form="ahead"),
-    Case((17, 0, 4), (3, 2, 1), 24, strides="mixed", first=1, ctas=1, form="ahead"),
-    Case((10, 3, 6), (6, 2, 4), 16, ratio=2, batch=2, strides="mixed", text=(2, 0, 5), first=2, buffers=1, form="ahead"),
-    Case((75, 60), (13, 13), 128, first=1, ctas=1, form="runs"),
-    Case((130, 7), (3, 1), 64, batch=2, first=1, ctas=1, form="runs"),
-    Case((45, 0, 4), (3, 2, 1), 24, first=1, ctas=1, form="runs"),
-    Case((10, 30, 6), (6, 2, 4), 16, ratio=2, batch=3, text=(2, 0, 5), first=2, buffers=1, form="runs"),
-    Case((13, 7), (3, 1), 64, batch=2, first=1, strides="mixed", form="runs"),
 ]  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """The exchange before Ulysses attention on two or more peer-connected Hopper GPUs.
 
     torchrun --nproc-per-node 2 tests/gpu/test_head_exchange.py [--sections random,replay,…] [--shapes 200] [--replays 3000]
-        [--forms turns,ahead,runs]
 
 Under pytest the file starts that command once and reports each section as a test. Sections:
 
@@ -11,9 +10,8 @@ Under pytest the file starts that command once and reports each section as a tes
 * delay: a rank that is late, and reads late while its peer goes on calling; without a meeting the same must fail on a single buffer, or the
   test proves nothing.
 * ulysses: the whole of it has the bits of the fused attention on the same heads; replayed in a graph; all-to-alls instead give the same.
-* split: the first heads ahead of the others, in every number that there is, sent by few CTAs in each of `--forms` or by copies: the bits
-  of all at once, with poisoned buffers, ranks that are late, calls back to back, on a side stream, and in replays with changing inputs;
-  outputs and sums.
+* split: the first heads ahead of the others, in every number that there is, sent by few CTAs or by copies: the bits of all at once, with
+  poisoned buffers, ranks that are late, calls back to back, on a side stream, and in replays with changing inputs; outputs and sums.
 * mismatch: ranks with different problems are refused on the host, and by the meeting when both problems are known. stream: a side stream.
 * bound: shapes of diffusion transformers take less than `SLACK` times what the link needs. dead: a peer that never comes.
 
@@ -21,7 +19,6 @@ Not covered: more than one host, the bridge to diffusers (`xstage bench dit` hol
 """
 
 import argparse
-import itertools
 import random
 import time
 from typing import Any
@@ -285,12 +282,8 @@ def split(options: argparse.Namespace) -> None:
             max_local_rows=most, buffers=buffers, fallback="error", device=DEVICE,
         ) as attend:  # fmt: skip
 
-            def run(
-                mine: Any, layout: Any, first: int | None, ctas: int, form: str = "turns", attend: Any = attend, causal: bool = causal
-            ) -> Any:  # fmt: skip
+            def run(mine: Any, layout: Any, first: int | None, ctas: int, attend: Any = attend, causal: bool = causal) -> Any:
                 attend.rest_ctas = ctas
-                if attend.inputs is not None:
-                    attend.inputs.form = form
                 return attend.ulysses(*mine, layout=layout, causal=causal, return_lse=True, first_heads=first)
 
             for _ in range(max(1, options.shapes // 40)):
@@ -300,21 +293,21 @@ def split(options: argparse.Namespace) -> None:
                 want = [t.clone() for t in run(mine, layout, 0, 1)]
                 assert attend.split is None
                 for first in range(group, max(heads) + 1, group):
-                    for ctas, form in (*itertools.product((1, 12), options.forms.split(",")), (0, "turns")):
-                        what = f"first {first} of {heads} / {group}, {ctas} CTAs, {form}, {batch}, {layout}, {strides}, {buffers} buffers"
+                    for ctas in (1, 12, 0):
+                        what = f"first {first} of {heads} / {group}, {ctas} CTAs, {batch}, {layout}, {strides}, {buffers} buffers"
                         settle()
                         poison(attend)
                         late = draw.randrange(-1, WORLD)
                         if late == RANK:
                             torch.cuda._sleep(2_000_000)
-                        got = [run(mine, layout, first, ctas, form)]
+                        got = [run(mine, layout, first, ctas)]
                         assert (attend.split is None) == (first == max(heads))
                         ok = [same(got[0], want)]
                         side = torch.cuda.Stream()
                         side.wait_stream(torch.cuda.current_stream())
                         with torch.cuda.stream(side):
                             for _ in range(3):  # back to back
-                                got.append(run(mine, layout, first, ctas, form))
+                                got.append(run(mine, layout, first, ctas))
                             ok.append(same(got[-1], want))
                         torch.cuda.current_stream().wait_stream(side)
                         assert everywhere(bool(torch.stack(ok).all())), f"not bitwise equal: {what}"
@@ -334,16 +327,16 @@ def replay_split(options: argparse.Namespace, attend: Any, heads: list[int], hea
     pools = [rows_of(whole(1, layout.sequence, counts, head_dim, torch.bfloat16, 200 + i), layout) for i in range(pool)]
     wanted = [[t.clone() for t in run(x, layout, 0, 1)] for x in pools]
     wrong = torch.zeros(1, dtype=torch.int64, device="cuda")
-    for ctas, form in (*((12, form) for form in options.forms.split(",")), (0, "turns")):
+    for ctas in (12, 0):
         given, want = ([[t.clone() for t in ts] for ts in (source[0], source[1])] for source in (pools, wanted))
 
-        def body(ctas: int = ctas, form: str = form, given: Any = given, want: Any = want) -> None:
+        def body(ctas: int = ctas, given: Any = given, want: Any = want) -> None:
             for place, first in ((0, 1), (1, 2), (0, 0)):
-                wrong.add_(~same(run(given[place], layout, first, ctas, form), want[place]))
+                wrong.add_(~same(run(given[place], layout, first, ctas), want[place]))
 
         body()
         torch.cuda.synchronize()
-        assert everywhere(int(wrong) == 0), f"{int(wrong)} wrong results of eager calls, {ctas} CTAs, {form}"
+        assert everywhere(int(wrong) == 0), f"{int(wrong)} wrong results of eager calls, {ctas} CTAs"
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             body()
@@ -357,10 +350,10 @@ def replay_split(options: argparse.Namespace, attend: Any, heads: list[int], hea
                 torch.cuda._sleep(300_000)
             graph.replay()
             if i % 20 == 0:
-                wrong.add_(~same(run(given[0], layout, 1, 12, form), want[0]))
+                wrong.add_(~same(run(given[0], layout, 1, 12), want[0]))
         torch.cuda.synchronize()
         attend.check()
-        assert everywhere(int(wrong) == 0), f"{int(wrong)} wrong results of replays, {ctas} CTAs, {form}, heads {heads}"
+        assert everywhere(int(wrong) == 0), f"{int(wrong)} wrong results of replays, {ctas} CTAs, heads {heads}"
         del graph
         settle()
 
@@ -494,5 +487,4 @@ RUNS = {
 
 if __name__ == "__main__":
     parser = arguments(SECTIONS, shapes=200, replays=3000)
-    parser.add_argument("--forms", default="turns,ahead,runs", help="of the CTAs that send the rest, in section split")
     main(RUNS, parser.parse_args())

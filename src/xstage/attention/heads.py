@@ -9,7 +9,7 @@ between two barriers), `nccl` and `reference` (an all-to-all each, over NCCL or 
 
 In two parts (`in_parts`, kernel only) the first few heads of every rank arrive before the others, so that attention of the first hides
 the exchange of the rest. Both go to the places where the whole would go; each ends with a `Meeting(DONE)`, and so with a generation of its
-own. How the rest travels leaves the GPU to attention: few large CTAs of a kernel, in a `form`, or strided copies by the copy engines.
+own. How the rest travels leaves the GPU to attention: few large CTAs of the same kernel, or strided copies by the copy engines.
 
 Results are views of the object's own buffers, of which there are `buffers` (2). A result may be read until this rank's next call: what
 reads it must be on the stream, or ordered before it, when the next call is made. A call may follow another at once, without a barrier of
@@ -47,14 +47,13 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from xstage.attention import serial
 from xstage.attention.arguments import check_options
 from xstage.attention.entry import Entry
-from xstage.attention.layout import SequenceLayout, head_parts, head_shards, head_table, run_table
+from xstage.attention.layout import SequenceLayout, head_parts, head_shards, head_table
 from xstage.attention.overlap import REST_CTAS
 from xstage.attention.reference import rows_of
 from xstage.errors import UnsuitableMachine, XStageError
@@ -64,8 +63,6 @@ from xstage.symmetric import Agreement, SymmetricBuffer, Watch, allocate_togethe
 _SIGNAL_BYTES = 4 * KiB
 _PHASES = ("entered", "done")  # names of `heads_sm90`'s kinds of meetings
 _NAMES = ("q", "k", "v")
-# How the few CTAs that send the rest go about it: `heads_sm90` has the first two, `runs_sm90` the last.
-FORMS = ("turns", "ahead", "runs")
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -91,8 +88,6 @@ class _Part:
     parts: list[tuple[int, int]]  # key/value heads from … to, of each rank
     counts: tuple[int, int, int]
     heads: list[torch.Tensor]  # per buffer int64 [heads of q, of k, of v, 2]: see `layout.head_table`
-    runs: list[torch.Tensor]  # per buffer int64 [runs, 4]: see `layout.run_table`
-    run_bytes: int  # of the longest run
 
 
 @dataclass
@@ -119,10 +114,9 @@ class HeadExchange:
         buffers: 2; or 1, half the memory, and the ranks meet before every call as well.
         timeout_s: bound of every wait on a peer, in the kernel and on the host.
         fallback: `serial`: where the kernel cannot run, warn once and exchange otherwise; `error`: refuse.
-        form: of `FORMS`, how few CTAs send the rest; ranks may differ. `runs` only where the heads of a row lie side by side, else `turns`.
 
     Attributes:
-        mode: `kernel`, `push`, `nccl` or `reference`. reason: why not `kernel`, on GPUs. form: may be set between calls.
+        mode: `kernel`, `push`, `nccl` or `reference`. reason: why not `kernel`, on GPUs.
 
     Raises:
         XStageError: bad arguments, or arguments that differ between ranks.
@@ -134,10 +128,7 @@ class HeadExchange:
         self, group: dist.ProcessGroup | None = None, *, max_sequence: int, heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16,
         kv_heads: int | None = None, heads_per_rank: Sequence[int] | None = None, max_batch: int = 1,
         device: torch.device | str | None = None, buffers: int = 2, timeout_s: float = 30.0, fallback: str = "serial",
-        form: str = FORMS[0],
     ):  # fmt: skip
-        if form not in FORMS:
-            raise XStageError(f"form: {form!r} is not one of {', '.join(FORMS)}")
         group = joined(group)
         self.group, self.rank, self.world = group, group.rank(), group.size()
         check_options(fallback, timeout_s, max_sequence=max_sequence, max_batch=max_batch, head_dim=head_dim, buffers=buffers)
@@ -146,7 +137,7 @@ class HeadExchange:
         self.heads_per_rank, self.kv_heads_per_rank = head_shards(heads, self.kv_heads, self.world, heads_per_rank)
         self.device, self.buffers, self.timeout_s = default_device(device, group), buffers, timeout_s
         self._counts = (self.heads_per_rank, self.kv_heads_per_rank, self.kv_heads_per_rank)  # of q, k, v
-        self._head_bytes, self.form = head_dim * dtype.itemsize, form
+        self._head_bytes = head_dim * dtype.itemsize
         self._turn, self._closed, self.reason, self._entry = 0, False, "", Entry()
         self._plans: dict[_Call, _Plan] = {}
         self._agreed: set[_Call] = set()
@@ -297,23 +288,18 @@ class HeadExchange:
         return q, k, v
 
     def _plan(self, call: _Call) -> _Plan:
-        from xstage.attention.runs_sm90 import STAGE_BYTES
-
         assert self._buffer is not None
         plan = _Plan(rows_of(call.layout, self.rank).int().to(self.device), [], [], [])
         for parts in head_parts(self.kv_heads_per_rank, call.first):
             kv_heads = sum(end - begin for begin, end in parts)
-            plan.parts.append(_Part(parts, (kv_heads * self._group_heads, kv_heads, kv_heads), [], [], 0))
+            plan.parts.append(_Part(parts, (kv_heads * self._group_heads, kv_heads, kv_heads), []))
         for turn in range(self.buffers):
             for part in plan.parts:
                 tables = [
-                    head_table([address + start for address in self._buffer.addresses], counts, self._head_bytes, ranges)
+                    torch.from_numpy(head_table([address + start for address in self._buffer.addresses], counts, self._head_bytes, ranges))
                     for start, counts, ranges in zip(self._starts(turn), self._counts, self._ranges(part), strict=True)
                 ]
-                runs = run_table(tables, self._head_bytes, STAGE_BYTES)
-                part.heads.append(torch.from_numpy(np.concatenate(tables)).to(self.device))
-                part.runs.append(torch.from_numpy(runs).to(self.device))
-                part.run_bytes = int((runs[:, 2] & 0xFFFFFFFF).max())
+                part.heads.append(torch.cat(tables).to(self.device))
             signature = zlib.crc32(json.dumps([call.to_json(), turn], sort_keys=True).encode()) & 0x7FFFFFFF
             words = [signature, self.rank, int(self.timeout_s * 1e9), self._watch.address, *self._buffer.addresses]
             plan.calls.append(torch.tensor(words, dtype=torch.int64, device=self.device))
@@ -336,23 +322,16 @@ class HeadExchange:
     ) -> list[tuple[Any, tuple[Any, ...]]]:  # fmt: skip
         """Kernels of part `number` and their arguments, in order; `ctas` large CTAs, or (0) as many as there is work for."""
         from xstage.attention.heads_sm90 import DONE, ENTERED, compiled_to_heads
-        from xstage.attention.runs_sm90 import STAGE_BYTES, compiled_runs, rows_of_item
         from xstage.device.meeting import compiled_meeting
 
         meeting, part = (self._control, plan.calls[turn], self._signals), plan.parts[number]
         strides = [x.stride(i) * x.element_size() for x in (q, k, v) for i in range(3)]
-        if ctas and self.form == "runs" and part.run_bytes <= STAGE_BYTES and all(heads_adjoin(x) for x in (q, k, v)):
-            kernel = compiled_runs()
-            table = [part.runs[turn].data_ptr(), len(part.runs[turn]), part.run_bytes, rows_of_item(part.run_bytes)]
-        else:
-            ahead = self.form == "ahead" and max(strides[1::3]) < 2**31
-            how = (True, "ahead" if ahead else "turns") if ctas else (False,)
-            kernel, table = compiled_to_heads(*part.counts[:2], self._head_bytes, *how), [part.heads[turn].data_ptr()]
         copy = (
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), *strides, q.shape[0], q.shape[1], sequence, *table, plan.places.data_ptr(),
-            ctas or 2**31 - 1, self._control,
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), *strides, q.shape[0], q.shape[1], sequence, part.heads[turn].data_ptr(),
+            plan.places.data_ptr(), ctas or 2**31 - 1, self._control,
         )  # fmt: skip
         before = [(compiled_meeting(self.world, ENTERED, False), meeting)] if met else []
+        kernel = compiled_to_heads(*part.counts[:2], self._head_bytes, ctas > 0)
         return [*before, (kernel, copy), (compiled_meeting(self.world, DONE, True, True), meeting)]
 
     def _rest(self, x: Three, call: _Call, plan: _Plan, turn: int, ctas: int) -> None:
@@ -461,14 +440,9 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def heads_adjoin(x: torch.Tensor) -> bool:
-    """Whether the heads of a row lie one behind the other: what a bulk copy of several can read."""
-    return bool(x.shape[2] == 1 or x.stride(2) == x.shape[3])
-
-
 def side_by_side(x: torch.Tensor) -> bool:
-    """Whether they do, and the rows lie apart: what a strided copy can read."""
-    return heads_adjoin(x) and bool(x.stride(1) >= x.shape[2] * x.shape[3])
+    """Whether the heads of a row lie one behind the other, and the rows apart: what a strided copy can read."""
+    return bool((x.shape[2] == 1 or x.stride(2) == x.shape[3]) and x.stride(1) >= x.shape[2] * x.shape[3])
 
 
 def _nothing() -> None:

@@ -10,14 +10,7 @@ the same share of the stores that are under way is remote: the link works from t
 faster, go on beside it. The grid is plain, with a warp's work small, so that CTAs whose columns stay at home make room for others.
 
 Beside attention the kernel is `wide` and its grid bounded: CTAs of 768 threads, which walk the same items in turn. An attention CTA needs
-an SM to itself, and CTAs are placed breadth first: many small ones would keep it from every SM. Few SMs are enough for the link. How a
-wide warp goes from item to item, its form says:
-
-* `turns`: an item as in the plain grid, then the next. While a warp computes addresses or stores, nothing of it is being loaded.
-* `ahead`: a row of the next item is loaded into the registers of a row that has been stored, two stores behind, and where that item lies
-  a warp finds out while the present one is being loaded. Rows must lie less than 2 GiB apart.
-
-A third form, without registers, is `runs_sm90`.
+an SM to itself, and CTAs are placed breadth first: many small ones would keep it from every SM. Few SMs are enough for the link.
 
 A `Meeting(DONE)` (`xstage.device.meeting`) follows on the stream, launched ahead; where a peer may still be reading what this call
 overwrites, a `Meeting(ENTERED)` goes before. Nothing is stored once a meeting has failed. `xstage.attention.heads` has the argument.
@@ -42,18 +35,16 @@ from xstage.device.stores import store_16
 # Kinds of meetings; `done` ends a call.
 ENTERED, DONE = 0, 1
 FLIGHT = 8  # rows that a warp loads before it stores one
-FORMS = ("turns", "ahead")  # of wide CTAs
-_BEHIND = 2  # stores between that of a row and the load into its registers, which has to wait until the store has read them
 _PIECE = 16  # bytes of a lane
 
 
 class ToHeads:
     """heads: query heads of the part, over all ranks. kv_heads: of k, and of v. head_bytes: of a row of one head, a multiple of 16.
-    wide: CTAs of 768 threads, each with many items. form: of `FORMS`, how these go from item to item.
+    wide: CTAs of 768 threads, each with many items.
     """
 
-    def __init__(self, heads: int, kv_heads: int, head_bytes: int, wide: bool = False, form: str = "turns"):
-        self.wide, self.form, self.threads = wide, form, 768 if wide else 256
+    def __init__(self, heads: int, kv_heads: int, head_bytes: int, wide: bool = False):
+        self.wide, self.threads = wide, 768 if wide else 256
         self.counts = (heads, kv_heads, kv_heads)
         self.head_pieces = head_bytes // _PIECE
         self.pieces = [n * self.head_pieces for n in self.counts]  # of a row
@@ -104,10 +95,7 @@ class ToHeads:
         end = Int32(Uint32(batch) * groups * columns)
         if control[FAILED] != 0:
             end = Int32(0)
-        if const_expr(self.wide and self.form == "ahead"):
-            if begin < end:
-                self.walk(begin, end, cute.arch.grid_dim()[0] * warps, groups, sources, strides, rows, sequence, heads, places)
-        elif const_expr(self.wide):
+        if const_expr(self.wide):
             for item in cutlass.range(begin, end, cute.arch.grid_dim()[0] * warps, unroll=1):
                 self.move(Uint32(item), groups, sources, strides, rows, sequence, heads, places)
         else:
@@ -149,79 +137,10 @@ class ToHeads:
                     row = Int64(Int32(batch_index) * sequence + row_of[i])
                     store_16(to + row * Int64(row_bytes), *loaded[i])
 
-    @cute.jit
-    def walk(
-        self, begin: Int32, end: Int32, step: Int32, groups: Uint32, sources: tuple[Int64, Int64, Int64], strides: tuple[Int64, ...],
-        rows: Int32, sequence: Int32, heads: Int64, places: Int64,
-    ) -> None:  # fmt: skip
-        """Items from `begin` on, before `end`, each loaded while the one before it is stored."""
-        at, row_step, to, row_bytes, row_of, count = self.find(begin, groups, sources, strides, rows, sequence, heads, places)
-        loaded = []
-        for i in cutlass.range_constexpr(FLIGHT):
-            loaded.append(load_16_once(at))
-            if i + 1 < count:
-                at += Int64(row_step)
-        for item in cutlass.range(begin, end, step, unroll=1):
-            # Behind the last item its own rows come once more, and are not stored.
-            next_item = item + step
-            if next_item >= end:
-                next_item = item
-            at, row_step, next_to, next_bytes, next_row_of, next_count = self.find(
-                next_item, groups, sources, strides, rows, sequence, heads, places
-            )
-            for i in cutlass.range_constexpr(FLIGHT + _BEHIND):
-                if const_expr(i < FLIGHT):
-                    row = cute.arch.shuffle_sync(row_of, i)
-                    if i < count:
-                        store_16(to + Int64(row) * Int64(row_bytes), *loaded[i])
-                if const_expr(i >= _BEHIND):
-                    loaded[i - _BEHIND] = load_16_once(at)
-                    if i - _BEHIND + 1 < next_count:
-                        at += Int64(row_step)
-            to, row_bytes, row_of, count = next_to, next_bytes, next_row_of, next_count
-
-    @cute.jit
-    def find(
-        self, item: Int32, groups: Uint32, sources: tuple[Int64, Int64, Int64], strides: tuple[Int64, ...], rows: Int32, sequence: Int32,
-        heads: Int64, places: Int64,
-    ) -> tuple[Int64, Int32, Int64, Int32, Int32, Int32]:  # fmt: skip
-        """Where an item lies, and where it goes.
-
-        Returns:
-            address of this lane's piece of the first row, bytes from row to row (32 bits: there is no register to spare); its address in
-            row 0 of the whole sequence, bytes from row to row there; in lane i (mod `FLIGHT`) the place of row i; the rows that this lane
-            stores, 0 beyond a row's last piece.
-        """
-        columns = sum(self.columns)
-        group = Uint32(item) // columns
-        column = Int32(Uint32(item) - group * columns)
-        batch_index = group // groups
-        first = Int32((group - batch_index * groups) * FLIGHT)
-        count = cutlass.min(rows - first, FLIGHT)
-        row_of = load_4(places + Int64(first + cutlass.min(cute.arch.lane_idx() % FLIGHT, count - 1)) * 4)
-        source, table, pieces, start = sources[0], heads, Int32(self.pieces[0]), Int32(0)
-        batch_stride, row_stride, head_stride = strides[0], strides[1], strides[2]
-        for i in cutlass.range_constexpr(1, 3):
-            if column >= sum(self.columns[:i]):
-                source, table = sources[i], heads + 16 * sum(self.counts[:i])
-                pieces, start = Int32(self.pieces[i]), Int32(sum(self.columns[:i]))
-                batch_stride, row_stride, head_stride = strides[3 * i], strides[3 * i + 1], strides[3 * i + 2]
-        piece = (column - start) * 32 + cute.arch.lane_idx()
-        if piece >= pieces:
-            count = Int32(0)
-        piece = cutlass.min(piece, pieces - 1)
-        place = Int32(Uint32(piece) // self.head_pieces)
-        within = Int64((piece - place * self.head_pieces) * _PIECE)
-        low, high, row_bytes, head = load_16(table + Int64(place) * 16)
-        to = (Int64(high) << 32 | Int64(low) & 0xFFFFFFFF) + within + Int64(Int32(batch_index) * sequence) * Int64(row_bytes)
-        row_step = Int32(row_stride)
-        at = source + Int64(batch_index) * batch_stride + Int64(head) * head_stride + within + Int64(first) * Int64(row_step)
-        return at, row_step, to, row_bytes, row_of, count
-
 
 @kept
-def compiled_to_heads(heads: int, kv_heads: int, head_bytes: int, wide: bool = False, form: str = "turns") -> Any:
+def compiled_to_heads(heads: int, kv_heads: int, head_bytes: int, wide: bool = False) -> Any:
     """`ToHeads`; its arguments are those of `ToHeads.__call__`, without the stream: it runs on torch's current one."""
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     numbers = [*[Int64(0)] * 12, *[Int32(1)] * 3, *[Int64(0)] * 2, Int32(1)]
-    return cute.compile(ToHeads(heads, kv_heads, head_bytes, wide, form), *numbers, *fake_words(1), stream, options="--enable-tvm-ffi")
+    return cute.compile(ToHeads(heads, kv_heads, head_bytes, wide), *numbers, *fake_words(1), stream, options="--enable-tvm-ffi")

@@ -216,21 +216,6 @@ def head_table(
     return np.asarray(table[(begin[owner] <= within) & (within < end[owner])])
 
 
-def run_table(tables: Sequence[NDArray[np.int64]], head_bytes: int, most_bytes: int) -> NDArray[np.int64]:
-    """int64 [runs, 4] of the `head_table`s of q, k and v: heads that lie side by side, where they come from and where they go.
-
-    Of a run: where its first row is stored; the bytes from one row to the next, and its first head's number << 32; its bytes, at most
-    `most_bytes` (one head at least), and which of q, k and v it is of << 32; 0. Runs are as even as can be.
-    """
-    rows = []
-    for which, table in enumerate(tables):
-        breaks = np.flatnonzero((np.diff(table[:, 0]) != head_bytes) | (np.diff(table[:, 1]) != 1 << 32)) + 1
-        for heads in np.split(np.arange(len(table)), breaks):
-            pieces = max(1, -(-len(heads) // max(1, most_bytes // head_bytes)))
-            rows += [[*table[run[0]], len(run) * head_bytes | which << 32, 0] for run in np.array_split(heads, pieces) if len(run)]
-    return np.asarray(rows, np.int64).reshape(-1, 4)
-
-
 def head_parts(kv_heads_per_rank: Sequence[int], first: int) -> list[list[tuple[int, int]]]:
     """Key/value heads from … to, of each rank, in each part of a call: the first `first` of every rank (fewer where it has fewer), then the
     rest. One part where `first` is 0 or the rest is nothing.

@@ -64,7 +64,7 @@ def _sources() -> str:
     """Digest of everything that a kernel is compiled from."""
     package = Path(__file__).parent.parent
     digest = hashlib.sha256(metadata.version("nvidia-cutlass-dsl").encode())
-    single = [package / "tile_order.py", *(package / "attention" / name for name in ("heads_sm90.py", "runs_sm90.py"))]
+    single = [package / "tile_order.py", package / "attention" / "heads_sm90.py"]
     for path in sorted([*single, *(package / "device").glob("*.py"), *(package / "moe").glob("*.py")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()

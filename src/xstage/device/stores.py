@@ -67,11 +67,9 @@ def bulk_commit() -> None:
 
 
 @cute.jit
-def bulk_wait_source_free(but: cutlass.Constexpr[int] = 0) -> None:
-    """Wait until the calling thread's bulk stores have read their shared memory, so that it may be overwritten; the last `but` groups of
-    them may still be reading.
-    """
-    cute.arch.inline_ptx(f"cp.async.bulk.wait_group.read {but};")
+def bulk_wait_source_free() -> None:
+    """Wait until the calling thread's bulk stores have read their shared memory, so that it may be overwritten."""
+    cute.arch.inline_ptx("cp.async.bulk.wait_group.read 0;")
 
 
 @cute.jit
