@@ -13,8 +13,8 @@ product of the same codes, scales and rows, bf16 out:
   `humming_1x128_row_major`: scales [rows, K / 128]. `humming_1x128_indexed`: rows by index. `humming_per_row`: one scale per row.
 
 `both` has no counterpart there: our Linear-1, SwiGLU, fp8 rows again and Linear-2 in one kernel, as a layer runs them, all results to this
-GPU's memory. It knows where rows end. `ours_mxfp4_narrow`: the kernel for experts of few rows, which a layer takes up to
-`work_table.NARROW_ROWS`. What `humming` takes for it is at least its two layers.
+GPU's memory. It knows where rows end. `ours_mxfp4_narrow`, `…_split`: the kernels for experts of few rows and of many, which a
+layer takes up to `work_table.NARROW_ROWS` and from `SPLIT_ROWS` on. What `humming` takes for it is at least its two layers.
 
 What a contender computes is held against float64 first, for three experts; of `both` only that it is finite (the GPU tests hold it).
 `error` says why there is no time, or why it is not to be used.
@@ -70,8 +70,9 @@ HUMMING = {
     "humming_1x128": Variant(128, turned=True), "humming_1x128_row_major": Variant(128),
     "humming_1x128_indexed": Variant(128, "indexed"), "humming_per_row": Variant(0),
 }  # fmt: skip
-OURS, NARROW = ("ours_fp8", "ours_mxfp4"), "ours_mxfp4_narrow"
-LAYERS = {"linear1": (*OURS, *HUMMING), "linear2": (*OURS, *HUMMING), "both": (*OURS, NARROW)}
+OURS = ("ours_fp8", "ours_mxfp4")
+MXFP4_FORMS = {"ours_mxfp4_narrow": "narrow", "ours_mxfp4_split": "split"}  # of both layers, beside the wide one
+LAYERS = {"linear1": (*OURS, *HUMMING), "linear2": (*OURS, *HUMMING), "both": (*OURS, *MXFP4_FORMS)}
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,8 @@ def ours_both(name: str, s: MoEShape, tokens: int, rows: Rows, weights: dict[str
             raise RuntimeError(f"a wait gave up: {status.item():#x}")
         return out[rows.place]
 
-    return Contender(lambda: grouped_gemm.both(*given, narrow=name == NARROW), result, ready.zero_)
+    form = MXFP4_FORMS.get(name, "wide")
+    return Contender(lambda: grouped_gemm.both(*given, form=form), result, ready.zero_)
 
 
 def described(experts: int, group: int) -> dict[str, Any]:
@@ -296,8 +298,8 @@ def our_kernels(shapes: Sequence[str]) -> list[tuple[Callable[..., Any], tuple[A
         for codes in (False, True):
             work += grouped_gemm.plain_kernels(s.hidden, s.intermediate, codes)
             unroll = min(grouped_gemm._unroll(k, codes) for _, k in sizes(s).values())
-            for narrow in (False, True) if codes else (False,):
-                more = grouped_gemm._more(codes, narrow)
+            for form in wt.FORMS if codes else wt.FORMS[:1]:
+                more = grouped_gemm._more(codes, form)
                 work.append((grouped_gemm.compiled_gemm, ("both", unroll, None, None, False, 0, *more)))
     return work
 

@@ -79,25 +79,29 @@ def test_sending_fits_into_the_registers_of_loading(sizes: tuple[int, ...], reco
 
 
 @pytest.mark.parametrize(
-    ("kind", "option", "sizes", "recorded"),
+    ("kind", "option", "sizes", "recorded", "form"),
     [
-        ("plain", 0, None, False), ("rows", None, None, False), ("swiglu", 7.0, None, False), ("both", None, None, False),
-        ("both", None, (2, 512, 4096, 10, 8192), False), ("both", None, (2, 512, 4096, 10, 8192), True),
+        ("plain", 0, None, False, "wide"), ("rows", None, None, False, "wide"), ("swiglu", 7.0, None, False, "wide"),
+        ("both", None, None, False, "wide"), ("both", None, None, False, "split"), ("both", 7.0, None, False, "split"),
+        *(("both", None, (2, 512, 4096, 10, 8192), recorded, form) for recorded in (False, True) for form in ("wide", "split")),
     ],
 )  # fmt: skip
-def test_machine_code_with_codes(kind: str, option: float | None, sizes: tuple[int, ...] | None, recorded: bool) -> None:
-    """Weights in MXFP4: a round of two products a stage and one of one, rows by multicast, and every warpgroup within its registers."""
+def test_machine_code_with_codes(kind: str, option: float | None, sizes: tuple[int, ...] | None, recorded: bool, form: str) -> None:
+    """Weights in MXFP4: as many matrix instructions, what a cluster shares by multicast, and every warpgroup within its registers."""
 
     from xstage.moe import decode_sm90, grouped_gemm
 
     layout = None if sizes is None else BufferLayout(*sizes, direct=True)
-    code = machine_code.of(grouped_gemm.compiled_gemm(kind, 2, option, layout, recorded, 0, True))["sass"]
-    products = (2 + 1 + 2 * (2 if kind == "both" else 1)) * 2  # of a round: in the loop over K, there with one row tile, and per layer
+    code = machine_code.of(grouped_gemm.compiled_gemm(kind, 2, option, layout, recorded, 0, form))["sass"]
+    # Of rounds: in the loop over K, split there with one row tile too, and one per layer, each of two stages.
+    split = form == "split"
+    products = (2 + split + 2 * (2 if kind == "both" else 1)) * 2
     assert len(re.findall(r"QGMMA\.64x128x32", code)) == products * 4
     assert len(re.findall(r"gsb0", code)) == products * 2, "ptxas serialised the matrix instructions"
+    assert bool(re.findall(r"UBLKCP\S*MULTICAST", code)) != split
     assert "UTMALDG.2D.MULTICAST" in code
-    # What the CTAs tell each other of a row: its largest element.
-    assert len(re.findall(r"\bSTAS(?!\.128)", code)) == (kind in ("swiglu", "both"))
+    # What the CTAs of a split tile tell each other of a row: its largest element.
+    assert len(re.findall(r"\bSTAS(?!\.128)", code)) == split
     starts = [found.start() for found in re.finditer(r"USETMAXREG", code)]
     assert len(starts) == 3
     loading, decoding, math = (code[a:b] for a, b in zip(starts, [*starts[1:], None], strict=True))
@@ -111,11 +115,12 @@ def test_machine_code_with_codes(kind: str, option: float | None, sizes: tuple[i
         assert not re.search(r"\b(LDL|STL)\b", part)
     assert "UBLKCP" in loading
     # With tables by multiply-adds and by conversions: 16 words of eight codes a thread, two permutations each.
-    assert len(re.findall(r"\bPRMT\b", decoding)) >= 2 * 16 * 2
-    assert len(re.findall(r"STS\.128", decoding)) == 2 * 8
-    assert len(re.findall(r"F2FP", decoding)) == 4 * 4
-    # Not in the loop over K: its rounds are the first.
-    assert not re.search(r"\b(LDL)\b", math[: [found.start() for found in re.finditer("gsb0", math)][11]])
+    tiles = 1 if split else 2  # of a stage
+    assert len(re.findall(r"\bPRMT\b", decoding)) >= tiles * 2 * 16 * 2
+    assert len(re.findall(r"STS\.128", decoding)) == tiles * 2 * 8
+    assert len(re.findall(r"F2FP", decoding)) == tiles * 4 * 4
+    # Not in the loop over K: its halves are the first.
+    assert not re.search(r"\b(LDL)\b", math[: [found.start() for found in re.finditer("gsb0", math)][11 if split else 7]])
     assert len(re.findall(r"\b(?:LDL|STL)\b", math)) <= 24
 
 
@@ -126,7 +131,7 @@ def test_machine_code_of_the_narrow_kernel(sizes: tuple[int, ...] | None) -> Non
     from xstage.moe import decode_sm90, grouped_gemm
 
     layout = None if sizes is None else BufferLayout(*sizes, direct=True)
-    code = machine_code.of(grouped_gemm.compiled_gemm("both", 2, None, layout, False, 64, True, True))["sass"]
+    code = machine_code.of(grouped_gemm.compiled_gemm("both", 2, None, layout, False, 64, "narrow"))["sass"]
     assert len(re.findall(r"QGMMA\.64x128x32", code)) == 3 * 2 * 8
     assert len(re.findall(r"gsb0", code)) == 3 * 2 * 4, "ptxas serialised the matrix instructions"
     assert not re.search(r"\b(LDL|STL)\b", code)

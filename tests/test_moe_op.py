@@ -474,10 +474,10 @@ def test_serial_pipeline_in_order(alone: None, monkeypatch: pytest.MonkeyPatch) 
     assert steps[-1][0] == "free"
 
 
-def test_few_rows_take_the_narrow_kernel(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_an_expert_choose_the_kernel(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     import xstage.moe
     from xstage.moe.shapes import rows_of_an_expert
-    from xstage.moe.work_table import NARROW_ROWS, WorkOrder
+    from xstage.moe.work_table import FORMS, NARROW_ROWS, SPLIT_ROWS, WorkOrder
 
     assert [rows_of_an_expert(tokens, ranks=2, top_k=8, experts=128) for tokens in (0, 1, 384, 385)] == [0, 1, NARROW_ROWS, NARROW_ROWS + 1]
 
@@ -490,25 +490,25 @@ def test_few_rows_take_the_narrow_kernel(alone: None, monkeypatch: pytest.Monkey
         monkeypatch.setattr(_Exchange, name, name, raising=False)
     monkeypatch.setattr(_Exchange, "view", lambda self, place: torch.empty(0), raising=False)
     compiled, taken = [], []
-    grouped_gemm.may_be_narrow = lambda layout: True  # type: ignore[attr-defined]
-    grouped_gemm.kernels = lambda *a, codes: [(compiled.append, (form,)) for form in ("wide", "narrow")]  # type: ignore[attr-defined]
+    grouped_gemm.forms = lambda layout, recorded: FORMS  # type: ignore[attr-defined]
+    grouped_gemm.kernels = lambda *a, codes: [(compiled.append, (form,)) for form in FORMS]  # type: ignore[attr-defined]
     grouped_gemm.both = lambda *a: taken.append(a[-1])  # type: ignore[attr-defined]
     group, order = dist.group.WORLD, WorkOrder.of("interleaved", 2, 2, lead_rows=None, instances=2)
     assert group is not None
-    most = 4 * NARROW_ROWS
+    most = 4 * SPLIT_ROWS
     layout = BufferLayout(1, EXPERTS, HIDDEN, TOP_K, most)
     options: dict[str, Any] = {"clamp": None, "group": group, "device": CPU, "timeout_s": 3.0, "tag": "t", "order": order}
-    few = NARROW_ROWS * EXPERTS // TOP_K
-    x, idx, w = (torch.empty(few + 1, n) for n in (HIDDEN, TOP_K, TOP_K))
-    for weights, wanted in ((Mxfp4Weights, [True, False, False]), (Weights, [False] * 3)):
+    few, many = (rows * EXPERTS // TOP_K for rows in (NARROW_ROWS, SPLIT_ROWS))
+    x, idx, w = (torch.empty(many, n) for n in (HIDDEN, TOP_K, TOP_K))
+    for weights, wanted in ((Mxfp4Weights, ["narrow", "wide", "wide", "split", "wide"]), (Weights, ["wide"] * 5)):
         pipeline = KernelPipeline(layout, weights(EXPERTS, HIDDEN, INTERMEDIATE, CPU), **options)
         taken.clear()
-        for tokens in (few, few + 1):
+        for tokens in (few, few + 1, many - EXPERTS, many):
             pipeline.run(x[:tokens], None, idx[:tokens], w[:tokens], x)
         pipeline.spans = object()  # type: ignore[assignment]
         pipeline.run(x[:1], None, idx[:1], w[:1], x)
         assert taken == wanted, weights
-    assert compiled == ["wide", "narrow"], "once, by four-bit weights only"
+    assert compiled == list(FORMS), "once, by four-bit weights only"
 
 
 def test_memory_of_one_kernel_at_a_published_size() -> None:

@@ -177,8 +177,8 @@ def test_both_layers_in_one_kernel(k: int, n: int, name: str) -> None:
     both_layers(k, n, name)
 
 
-def both_layers(k: int, n: int, name: str, codes: bool = False) -> None:
-    """Bitwise what two kernels give, in every order, many times over. codes: weights in MXFP4."""
+def both_layers(k: int, n: int, name: str, form: str | None = None) -> None:
+    """Bitwise what two kernels give, in every order, many times over. form: of the kernel, with weights in MXFP4."""
     from xstage.moe import grouped_gemm
     from xstage.moe import work_table as wt
 
@@ -186,7 +186,7 @@ def both_layers(k: int, n: int, name: str, codes: bool = False) -> None:
     for seed in range(3):
         loads = [draw.randint(0, 5) for _ in range(draw.choice([3, 40]))] + [1]
         p, q = problem(loads, k, n, seed=seed), problem(loads, n // 2, k, seed=seed + 100)
-        if codes:
+        if form:
             p, q = in_mxfp4(p, seed), in_mxfp4(q, seed + 100)
         one, two = arguments(p, "gate_up"), arguments(q, "threads")
         rows, tiles = p["a"].shape[0], sum(loads)
@@ -209,12 +209,12 @@ def both_layers(k: int, n: int, name: str, codes: bool = False) -> None:
             middle[1], out[1] = 0xFF, torch.nan
             ready = torch.zeros(1 + rows // 128, dtype=torch.int32, device="cuda")
             given = (*one[:4], *two[2:4], work, totals, weight)
-            grouped_gemm.both(*given, middle[1], scales[1], slots[1], (ready, control, call))
+            grouped_gemm.both(*given, middle[1], scales[1], slots[1], (ready, control, call), form=form or "wide")
             torch.cuda.synchronize()
             assert status.item() == 0
             # Every cluster has asked once more than it was given.
             assert ready[0] == totals[:2].sum() + grouped_gemm.ctas_of(0) // 2
-            assert (ready[1 : 1 + tiles] == n // (128 if codes else 256)).all()  # with codes, two CTAs count a tile
+            assert (ready[1 : 1 + tiles] == n // (128 if form == "split" else 256)).all()  # two CTAs count a split tile
             assert torch.equal(middle[0, : 128 * tiles][here], middle[1, : 128 * tiles][here])
             assert torch.equal(out[0, : 128 * tiles][here].view(torch.int16), out[1, : 128 * tiles][here].view(torch.int16))
 
@@ -256,8 +256,9 @@ def test_mxfp4_is_what_fp8_kernels_make_of_the_folded_weights(k: int, n: int) ->
 
 @pytest.mark.parametrize("name", ["interleaved", "alternating", "expert_wave", "linear1_first"])
 @pytest.mark.parametrize(("k", "n"), [(512, 1024), (1024, 512), (1536, 1536)])
-def test_mxfp4_both_layers_in_one_kernel(k: int, n: int, name: str) -> None:
-    both_layers(k, n, name, codes=True)
+@pytest.mark.parametrize("form", ["wide", "split", "narrow"])
+def test_mxfp4_both_layers_in_one_kernel(k: int, n: int, name: str, form: str) -> None:
+    both_layers(k, n, name, form)
 
 
 def test_spans_change_no_bit_and_are_complete() -> None:

@@ -231,10 +231,10 @@ def orders(options: argparse.Namespace, format_: str = "fp8") -> None:
                     if schedule == "serial":
                         wanted.append(moe(*mine))
                         continue
-                    for rows in (0, 10**6) if format_ == "mxfp4" else (0,):  # with the narrow kernel, too
-                        moe._kernels.narrow_rows = rows
+                    for narrow, split in ((0, 10**6), (0, 0), (10**6, 0)) if format_ == "mxfp4" else ((0, 0),):  # each form of the kernel
+                        moe._kernels.narrow_rows, moe._kernels.split_rows = narrow, split
                         poison(moe)
-                        what = f"{configuration}, {schedule}, lead {lead}, {kind}, rows {rows}"
+                        what = f"{configuration}, {schedule}, lead {lead}, {kind}, rows {narrow}, {split}"
                         assert everywhere(torch.equal(moe(*mine), wanted[turn])), what
                         moe.check()
                 settle()
@@ -250,6 +250,8 @@ def recorded(options: argparse.Namespace, format_: str = "fp8") -> None:
         pipeline, exchange = moe._kernels, moe._kernels.exchange
         spans = Spans.of(exchange.layout, moe.intermediate, moe.device)
         for turn, kind in enumerate(KINDS):
+            split = format_ == "mxfp4" and turn % 2 == 1
+            pipeline.split_rows = 0 if split else 10**6
             mine = problem.tokens(RANK, 600 - 70 * turn if RANK else 31 * turn, kind, turn)
             pipeline.spans = None
             wanted = moe(*mine)
@@ -266,7 +268,7 @@ def recorded(options: argparse.Namespace, format_: str = "fp8") -> None:
                     here = (t["layer"] == layer) & (t["group"] == group)
                     found = list(zip(t["m"][here], t["n"][here], strict=True))
                     wide = columns
-                    if format_ == "mxfp4":  # half the columns of two row tiles, or of one
+                    if split:  # half the columns of two row tiles, or of one
                         wide = 2 * columns
                         single, member = t["what"][here] & 1, t["cta"][here] % 2
                         found = [(m + i, 2 * n + c) for (m, n), one, c in zip(found, single, member, strict=True) for i in range(2 - one)]

@@ -15,9 +15,9 @@ wgmma reads them (128-byte swizzle), into a ring of their own, in the order in w
 * `free` (of a half): each math warp arrives when its wgmma of that half are over.
 * `empty` (of a stage): math warps of both CTAs, when they are done with the stage; then its codes have long been read.
 
-A stage of a split kernel (`gemm_sm90`) has one tile, and there are half as many halves as stages. A narrow kernel has two decoding
-warpgroups, one for a stage's first tile and one for its second, and `HALVES` halves; its codes may come by multicast, they come with the
-rows (`full`), and decoding warps arrive at `empty` as well.
+That is a split kernel (`gemm_sm90`), whose stages have one tile each; there are half as many halves as stages. In the other forms a
+stage has two tiles, which may come by multicast; they come with the rows (`full`), decoding warps arrive at `empty` as well, and there are
+`HALVES` halves. A narrow kernel has two decoding warpgroups, one for a stage's first tile and one for its second.
 
 Decoding warps learn like the math warps from a stage's word that there is no more; they need not know which tile a stage belongs to.
 They wait only for what is loaded and for halves that the math warps are about to finish, and these for halves in the order in which they
@@ -41,12 +41,12 @@ from cutlass import Int32, Int64, const_expr
 from xstage.device import fp4, registers, stores
 from xstage.moe.mxfp4 import LARGEST_SHIFT, TILE_BYTES, TILE_CODE_BYTES
 
-HALVES = 3  # of a narrow kernel
+HALVES = 3  # where a stage has two tiles
 AHEAD = 2  # blocks whose codes are loaded before they are needed
 HALF_BYTES = 128 * 128
 THREADS = 512
 WARPS = 4  # of a decoding warpgroup
-# Of a math, a loading and a decoding thread of a split kernel: 128 · (2 · 224 + 32 + 32) is all that an SM has.
+# Of a math, a loading and a decoding thread: 128 · (2 · 224 + 32 + 32) is all that an SM has.
 MATH_REGISTERS, LOAD_REGISTERS, DECODE_REGISTERS = 224, 32, 32
 # Of a narrow kernel, whose two decoding warpgroups keep the 128 that they start with: 128 · (216 + 40 + 2 · 128).
 NARROW_MATH_REGISTERS, NARROW_LOAD_REGISTERS = 216, 40
@@ -125,27 +125,37 @@ def decode_stages(
 @cute.jit
 def decode_pairs(
     words: cute.Tensor, word: cutlass.Constexpr[int], codes: Int32, halves: Int32, rings: Any, stages: cutlass.Constexpr[int],
-    ctas: cutlass.Constexpr[int], mine: Int32,
+    ctas: cutlass.Constexpr[int], mine: Any,
 ) -> None:  # fmt: skip
-    """`decode_stages` of one of the two decoding warpgroups of a narrow kernel, whose stages have two tiles each.
+    """`decode_stages` of stages that have two tiles each, by one warpgroup or by two.
 
-    ctas: of the cluster. mine: which tile of each stage is this warpgroup's.
+    Args:
+        codes, halves: shared addresses of both rings' memory. rings: mbarriers `full`, `empty`, `decoded`, `free`.
+        stages: of the first ring. ctas: of the cluster.
+        mine: of two warpgroups, which tile of each stage is this one's; None: there is one, and both are.
     """
     full, empty, decoded, free = rings
     thread, lane = cute.arch.thread_idx()[0] % 128, cute.arch.lane_idx()
     stage, phase, turn = Int32(0), Int32(0), Int32(0)
     cute.arch.mbarrier_wait(full + stage, phase)
     while words[word, stage] >= 0:
-        source = codes + (stage * 2 + mine) * TILE_BYTES
+        source, tiles = codes + stage * 2 * TILE_BYTES, 2
+        if const_expr(mine is not None):
+            source, tiles = source + mine * TILE_BYTES, 1
         ahead = load_ahead(source, thread)
-        place, flip = half_at(turn, mine)
-        cute.arch.mbarrier_wait(free + place, flip ^ 1)
-        decode_tile(source, halves + place * HALF_BYTES, thread, *ahead)
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(decoded + place)
-        turn = turn_after(turn, 2)
+        for tile in cutlass.range_constexpr(tiles):
+            place, flip = half_of(turn)
+            if const_expr(mine is not None):
+                place, flip = half_at(turn, mine)
+            cute.arch.mbarrier_wait(free + place, flip ^ 1)
+            decode_tile(source + tile * TILE_BYTES, halves + place * HALF_BYTES, thread, *ahead)
+            if const_expr(tile + 1 < tiles):  # before the fence, which waits
+                ahead = load_ahead(source + TILE_BYTES, thread)
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(decoded + place)
+            turn = turn_after(turn, 2 // tiles)
         if lane < ctas:
             cute.arch.mbarrier_arrive(empty + stage, lane)
         stage += 1

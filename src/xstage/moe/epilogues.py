@@ -101,18 +101,9 @@ class Epilogue:
 class Plain(Epilogue):
     """outputs: bf16 [rows, N]."""
 
-    @property
-    def staging_bytes(self) -> int:  # type: ignore[override]
-        return self.groups * self.boxes * 8 * 1024
-
-    @property
-    def boxes(self) -> int:
-        """Of a warpgroup, staged at a time: both of a half, or one where memory is short."""
-        return 1 if self.split else 2
-
     def descriptors(self, outputs: cute.Tensor) -> Any:
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        return _descriptor(cute.tile_to_shape(atom, (64, 64, 2 * self.boxes), (0, 1, 2)), outputs, (64, 64))
+        return _descriptor(cute.tile_to_shape(atom, (64, 64, 4), (0, 1, 2)), outputs, (64, 64))
 
     def begin(self, staging: Any, thread: Int32, outputs: Any, handed: Int32) -> None:
         Epilogue.begin(self, staging, thread, outputs, handed)
@@ -121,19 +112,18 @@ class Plain(Epilogue):
     @cute.jit
     def half(self, i: cutlass.Constexpr[int], first: cute.Tensor, second: cute.Tensor, m: Int32, n: Int32) -> None:
         sums = second if const_expr(i == 1) else first
-        for begin in cutlass.range_constexpr(0, 2, self.boxes):
-            if self.leads:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            self._meet()
-            self._stage_bf16(sums, begin)
-            cute.arch.fence_view_async_shared()
-            self._meet()
-            if self.leads & ((i == 0) | (self.single == 0)):
-                for c in cutlass.range_constexpr(self.boxes):
-                    box = (None, self._tile_row(m, i) // 64, n * 4 + self._column(i) * 2 + begin + c)
-                    cute.copy(self.outputs[0], self.source[(None, self.group * self.boxes + c)], self.target[box])
-                cute.arch.cp_async_bulk_commit_group()
+        if self.leads:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        self._meet()
+        self._stage_bf16(sums)
         sums.fill(0.0)
+        cute.arch.fence_view_async_shared()
+        self._meet()
+        if self.leads:
+            for c in cutlass.range_constexpr(2):
+                box = (None, m * 2 + self.group, n * 4 + i * 2 + c)
+                cute.copy(self.outputs[0], self.source[(None, self.group * 2 + c)], self.target[box])
+            cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def end(self) -> None:
@@ -141,18 +131,18 @@ class Plain(Epilogue):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def _stage_bf16(self, sums: cute.Tensor, begin: cutlass.Constexpr[int]) -> None:
-        """This warp's 16 rows to shared memory as bf16: boxes of [64 rows, 64 columns], from box `begin` of the half on."""
+    def _stage_bf16(self, sums: cute.Tensor) -> None:
+        """This warp's 16 rows to shared memory as bf16: two boxes of [64 rows, 64 columns] per warpgroup."""
         lane, row = self.lane, self.row + self.lane % 16
-        for pair in cutlass.range_constexpr(4 * self.boxes):
-            at = [((r, 8 * begin + 2 * pair + j), 0, 0) for j in range(2) for r in range(2)]
+        for pair in cutlass.range_constexpr(8):
+            at = [((r, 2 * pair + j), 0, 0) for j in range(2) for r in range(2)]
             words = [pack_bf16(sums[((0, *first), *rest)], sums[((1, *first), *rest)]) for first, *rest in at]
             registers.store_matrices(self._piece(row, 2 * pair + lane // 16), *words)
 
     @cute.jit
     def _piece(self, row: Int32, column: Int32) -> Int32:
         """Shared address of 16 bytes: row of the warpgroup, column in units of 8 elements."""
-        return self.base + self.group * (self.boxes * 8192) + column // 8 * 8192 + row * 128 + ((column % 8) ^ (row % 8)) * 16
+        return self.base + self.group * 16384 + column // 8 * 8192 + row * 128 + ((column % 8) ^ (row % 8)) * 16
 
 
 class SwigluFp8(Epilogue):
@@ -223,22 +213,18 @@ class SwigluFp8(Epilogue):
         for group in cutlass.range_constexpr(self.groups):
             if const_expr(group == 1):
                 cute.arch.barrier(barrier_id=STAGED + group, number_of_threads=160)
-            self._store_group(group, m, n, last)
+            if const_expr(self.split):
+                cute.copy(self.outputs[0], self.source[(None, group * 2)], self.target[(None, m * 2 + group, n * 2 + self.member)])
+                if last == 0:
+                    box = (None, m * 2 + 2 + group, n * 2 + self.member)
+                    cute.copy(self.outputs[0], self.source[(None, group * 2 + 1)], self.target[box])
+            else:
+                cute.copy(self.outputs[0], self.source[(None, group)], self.target[(None, m * self.groups + group, n)])
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         for group in cutlass.range_constexpr(self.groups):
             cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=160)
         cute.arch.cp_async_bulk_wait_group(0, read=False)
-
-    @cute.jit
-    def _store_group(self, group: Any, m: Int32, n: Int32, single: Int32) -> None:
-        """What a warpgroup has staged, on its way to memory."""
-        if const_expr(self.split):
-            cute.copy(self.outputs[0], self.source[(None, group * 2)], self.target[(None, m * 2 + group, n * 2 + self.member)])
-            if single == 0:
-                cute.copy(self.outputs[0], self.source[(None, group * 2 + 1)], self.target[(None, m * 2 + 2 + group, n * 2 + self.member)])
-        else:
-            cute.copy(self.outputs[0], self.source[(None, group)], self.target[(None, m * self.groups + group, n)])
 
     @cute.jit
     def await_free(self) -> None:
@@ -294,7 +280,7 @@ class SwigluFp8(Epilogue):
         else:
             self._meet()
             if self.leads:
-                self._store_group(self.group, m, n, self.single)
+                cute.copy(self.outputs[0], self.source[(None, self.group)], self.target[(None, m * self.groups + self.group, n)])
                 cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit

@@ -45,14 +45,16 @@ same way for the row tile whose place it takes, `SPARE_TILES` before it. Its ent
 With `spans` every role writes down when its steps began and ended (`spans_sm90`); without, nothing of that is in the machine code.
 
 Weights in MXFP4 (`codes`): stages carry codes, and a fourth warpgroup decodes them for the math warps (`decode_sm90`). All else, scales
-and epilogues included, is the same. Without, nothing of this is in the machine code. There are two forms:
+and epilogues included, is the same. Without, nothing of this is in the machine code. There are three forms (`form`), which give the same
+bits; which is taken when: `work_table`.
 
-* Split: a cluster's two CTAs take the same two row tiles of an entry, and 128 of its 256 columns each. So a CTA decodes 128 × 128 of the
-  weight for 256 rows, half of what it would decode for a row tile of its own, and shared memory, which is what limits this kernel, moves 9%
-  less. Rows come by multicast, half of them from either CTA. A math warpgroup has 64 rows of either row tile. An entry whose CTAs share
-  the rows is a single row tile; its two column tiles pass one after the other, and a warpgroup multiplies once per stage instead of twice.
-  A scale of Linear-1's output is that of 128 columns, of which a CTA has half: both tell the other their rows' largest (`st.async`). CTAs
-  count in `ready` what they have of a row tile each, so it is complete at twice its column tiles.
+* Wide: stages have two tiles of codes instead of two of e4m3.
+* Split (of two layers): a cluster's two CTAs take the same two row tiles of an entry, and 128 of its 256 columns each. So a CTA decodes
+  128 × 128 of the weight for 256 rows, half of what it would decode for a row tile of its own, and shared memory, which then is what
+  limits it, moves 9% less. Rows come by multicast, half of them from either CTA. A math warpgroup has 64 rows of either row tile. An entry
+  whose CTAs share the rows is a single row tile; its two column tiles pass one after the other, and a warpgroup multiplies once per stage
+  instead of twice. A scale of Linear-1's output is that of 128 columns, of which a CTA has half: both tell the other their rows' largest
+  (`st.async`). CTAs count in `ready` what they have of a row tile each, so it is complete at twice its column tiles.
 * Narrow (of two layers): for experts of few rows, where decoding takes longer than multiplying. One warpgroup multiplies, 64
   rows, two decode, and of the memory that 64 rows fewer leave there are six stages. A tile whose second 64 rows are not all padding, or
   whose neighbour in the cluster has such, passes twice through the ring; `ready` counts it after the second time. Its words count rows by
@@ -102,30 +104,30 @@ class GroupedGemm:
     """epilogues: one of `xstage.moe.epilogues` per layer. stages: of the ring. unroll: stages of a round; divides `stages` and K / 128.
     count: of one layer, the entry of `totals` that counts the work; of two, the first two do. sender: sends rows meanwhile (`send_sm90`),
     and Linear-1 tiles wait until theirs have arrived; of two layers only. recorded: with spans. spare: a row tile of Linear-1's output lies
-    where the rows of the tile so many before it were; 0: in memory of its own. codes: weights are MXFP4. narrow: see the module.
+    where the rows of the tile so many before it were; 0: in memory of its own. form: of a kernel for weights in MXFP4, see the module.
     """
 
     def __init__(
         self, epilogues: tuple[Any, ...], stages: int, unroll: int, count: int, sender: Any = None, recorded: bool = False,
-        spare: int = 0, codes: bool = False, narrow: bool = False,
+        spare: int = 0, form: str | None = None,
     ) -> None:  # fmt: skip
         self.epilogues, self.stages, self.unroll, self.count, self.sender = epilogues, stages, unroll, count, sender
-        self.spare, self.codes, self.narrow = spare, codes, narrow
+        self.spare, self.codes, self.narrow, self.split = spare, form is not None, form == "narrow", form == "split"
         self.registers = (MATH_REGISTERS, LOAD_REGISTERS)
-        if codes:
+        if self.codes:
             self.registers = (decode_sm90.MATH_REGISTERS, decode_sm90.LOAD_REGISTERS)
-        if narrow:
+        if self.narrow:
             self.registers = (decode_sm90.NARROW_MATH_REGISTERS, decode_sm90.NARROW_LOAD_REGISTERS)
         # Warpgroups: 0 and 1 multiply, 2 loads, 3 decodes if there are codes; narrow: 0 multiplies, 2 loads, 1 and 3 decode.
-        self.groups = 1 if narrow else 2  # that multiply
-        self.split = codes and not narrow
+        self.groups = 1 if self.narrow else 2  # that multiply
+        self.decoders = (2 if self.narrow else 1) if self.codes else 0
         self.rows = 64 * self.groups  # that are multiplied at a time; split: of each of a stage's two row tiles
-        self.halves = (1 if self.split else 2) if codes else 0  # that are decoded of a stage
+        self.halves = 1 if self.split else 2  # of codes, in a stage
         # Floats of a stage: a scale per row, four of the weight, then the tile's words; without the rest as many stages fit as do.
         self.ring = stages // 2 if self.split else decode_sm90.HALVES  # of decoded halves
         self.word = (2 if self.split else 1) * TILE_M + 4
         self.few = self.word + 1
-        self.scales = self.word + (4 if codes else 28)
+        self.scales = self.word + (4 if self.split or self.narrow else 28)
         for epilogue in epilogues:
             epilogue.groups, epilogue.split = self.groups, self.split
         self.slot_bytes = 16 if sender is None else sender.slot_bytes
@@ -246,8 +248,9 @@ class GroupedGemm:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full + i, 1)
-                    # Every math warp of both CTAs; narrow: and every decoding warp. Split: what decoding has read, math warps wait for.
-                    cute.arch.mbarrier_init(empty + i, (4 * self.groups + (2 * decode_sm90.WARPS if self.narrow else 0)) * CLUSTER)
+                    # Every math warp of both CTAs, and every decoding warp; split: these have long read what math warps are done with.
+                    decoding = 0 if self.split else decode_sm90.WARPS * self.decoders
+                    cute.arch.mbarrier_init(empty + i, (4 * self.groups + decoding) * CLUSTER)
                 if const_expr(self.codes):
                     for i in cutlass.range_constexpr(self.ring):
                         cute.arch.mbarrier_init(decoded + i, decode_sm90.WARPS)
@@ -300,13 +303,16 @@ class GroupedGemm:
             rings = (full, empty, decoded, free)
             if const_expr(self.codes):
                 if thread // 128 >= (1 if const_expr(self.narrow) else 3):
-                    halves = Int32(shared.w.data_ptr().toint())
+                    tile = None
                     if const_expr(self.narrow):
                         tile = thread // 256  # warpgroup 1: the first, 3: the second
-                        decode_sm90.decode_pairs(_words(s_scales), self.word, codes, halves, rings, self.stages, CLUSTER, tile)
                     else:
                         cute.arch.setmaxregister_decrease(decode_sm90.DECODE_REGISTERS)
-                        decode_sm90.decode_stages(_words(s_scales), self.word, codes, halves, (coded, decoded, free), self.stages)
+                    halves, words = Int32(shared.w.data_ptr().toint()), _words(s_scales)
+                    if const_expr(self.split):
+                        decode_sm90.decode_stages(words, self.word, codes, halves, (coded, decoded, free), self.stages)
+                    else:
+                        decode_sm90.decode_pairs(words, self.word, codes, halves, rings, self.stages, CLUSTER, tile)
                 else:
                     self._multiply(sources, targets, start, go_on, r_slots, s_scales, rings, shared.staging, handed, marks)
             else:
@@ -335,7 +341,7 @@ class GroupedGemm:
             epilogue.begin(staging, thread, target, handed)
         two = len(self.epilogues) == 2
         base, phase, staged = Int32(0), Int32(0), Int32(0)
-        turn = Int32(0)  # narrow: of decoded halves; split: of Linear-1 tiles
+        turn = Int32(0)  # of decoded halves; split: of Linear-1 tiles
         word = self._word(s_scales, full, base, phase)
         while word >= 0:
             m, n, layer = word >> ROW_SHIFT, (word >> 1) & COLUMN_MASK, (word >> LAYER_SHIFT) & 1
@@ -356,8 +362,7 @@ class GroupedGemm:
             elif const_expr(self.split):
                 for epilogue in self.epilogues:
                     epilogue.single, epilogue.turn, epilogue.flip = word & 1, turn & 1, turn >> 1
-                mine = thread if const_expr(two) else stores.thread_anew()  # where ptxas spills neither
-                blocks = _words(s_scales)[self.few, base] - mine // 128
+                blocks = _words(s_scales)[self.few, base] - thread // 128
             elif const_expr(two):
                 idle = _words(s_scales)[self.few, base] * (thread // 128)
             for _ in cutlass.range(rounds // self.unroll - 1, unroll=1):
@@ -389,7 +394,7 @@ class GroupedGemm:
                 self._round(0, fixed, base, phase, turn, m, n, layer)
             base, phase, turn = self._next(base, phase, turn)
             if const_expr(self.split):
-                turn = (turn + (layer ^ 1)) & 3 if const_expr(two) else (turn + 1) & 3
+                turn = (turn + (layer ^ 1)) & 3
             word = self._word(s_scales, full, base, phase)
         if const_expr(two):
             if staged == 1:
@@ -402,7 +407,7 @@ class GroupedGemm:
     def _load_share(self, source, slots, work, entries, index, given) -> None:
         """One warp, of one layer: a stage's rows, weight and scales for every step of K of every tile of its share."""
         table, experts = work
-        member = Int32(0) if const_expr(self.split) else given[1]
+        member = given[1]
         parts, step = self._parts(source, slots), cute.arch.grid_dim()[0] // CLUSTER
         stage, phase = Int32(0), Int32(0)
         # What a tile needs to begin is looked up a tile ahead: a look-up would leave the ring to run dry.
@@ -412,7 +417,7 @@ class GroupedGemm:
             index += step
             after = self._tile(table, index + step, entries, member)
             next_expert = experts[cutlass.max(following, 0) >> ROW_SHIFT]
-            stage, phase = self._load_entry(source, parts, given, mine, expert, stage, phase, None)
+            stage, phase = self._load_tile(source, parts, given, mine, expert, stage, phase, None, None, None)
             mine, following, expert = following, after, next_expert
         self._end(given, stage, phase)
 
@@ -528,7 +533,8 @@ class GroupedGemm:
 
     @cute.jit
     def _load_entry(self, source, parts, given, mine, expert, stage, phase, taken) -> tuple[Int32, Int32]:
-        """A tile of an entry; of a narrow kernel its first 64 rows, then the others, where either CTA has any; split: both column tiles."""
+        """A tile of an entry of two layers; of a narrow kernel its first 64 rows, then the others, where either CTA has any; split: of a
+        single row tile both column tiles."""
         if const_expr(self.split):
             passes = 1 + (mine & 1)
             for later in cutlass.range(passes, unroll=1):
@@ -616,15 +622,12 @@ class GroupedGemm:
         both, words = cutlass.Int16(3), _words(s_scales)
         w_block = expert * n_blocks + n * 2 + member
         # Blocks of 64 rows, from the first to the last that has any that are real: 1 … 2, 3 … 4. Others are not loaded.
-        blocks, late = 4 - 2 * single, Int32(-1)
-        if const_expr(taken is not None):
-            blocks -= Int32(taken[1] - (m + 1 - single) * TILE_M <= TILE_M // 2)
-            late = Int32(cutlass.select_(last, cutlass.max(k_blocks - TAKEN_BEFORE, 0), late))
+        blocks = 4 - 2 * single - Int32(taken[1] - (m + 1 - single) * TILE_M <= TILE_M // 2)
+        late = Int32(cutlass.select_(last, cutlass.max(k_blocks - TAKEN_BEFORE, 0), Int32(-1)))
         stage_bytes = 16 + (2 - single) * TILE_M * 4 + blocks * 64 * TILE_K
         for k in cutlass.range(k_blocks, unroll=1):
-            if const_expr(taken is not None):
-                if k == late:
-                    self._release(taken[0])
+            if k == late:
+                self._release(taken[0])
             cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
             bar, code_bar = full + stage, coded + stage
             with cute.arch.elect_one():
@@ -770,7 +773,7 @@ class GroupedGemm:
                     if const_expr(self.recorded):
                         spans_sm90.mark(marks[0], spans_sm90.MATH, HALF_END)
                 warpgroup.wait_group(0)
-                if const_expr(self.narrow or (self.split and half == products - 1)):
+                if const_expr(self.codes and (half == products - 1 or not self.split)):
                     if cute.arch.lane_idx() == 0:
                         cute.arch.mbarrier_arrive(free + place)
                 if const_expr(half == products - 1):
@@ -797,6 +800,13 @@ class GroupedGemm:
                 cute.arch.mbarrier_wait(decoded + i, base // self.ring)
                 if lane == 0:
                     cute.arch.mbarrier_arrive(free + i)
+            elif const_expr(self.codes):
+                for half in cutlass.range_constexpr(2):
+                    place, flip = decode_sm90.half_of(turn, half)
+                    cute.arch.mbarrier_wait(decoded + place, flip)
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive(free + place)
+                turn = decode_sm90.turn_after(turn, 2)
             if lane < CLUSTER:
                 cute.arch.mbarrier_arrive(empty + stage, lane)
 
@@ -810,7 +820,7 @@ class GroupedGemm:
             if base == self.stages:
                 base = Int32(0)
                 phase ^= 1
-        if const_expr(self.narrow):
+        if const_expr(self.codes and not self.split):
             turn = decode_sm90.turn_after(turn, 2 * self.unroll)
         return base, phase, turn
 

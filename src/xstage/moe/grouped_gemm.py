@@ -27,10 +27,10 @@ from xstage.moe.gemm_sm90 import CLUSTER, TILE_K, GroupedGemm
 from xstage.moe.layout import SLOT_BYTES, SPARE_TILES, BufferLayout
 from xstage.moe.send_sm90 import Sender
 from xstage.moe.spans import Spans
-from xstage.moe.work_table import MAX_ROW_TILES, STAGES
+from xstage.moe.work_table import FORMS, MAX_ROW_TILES, STAGES
 
 LINEAR1, LINEAR2 = 0, 1  # whose count of `totals` is meant
-SPLIT_SLOT_BYTES = 8 * 1024  # of a sending warp beside weights in MXFP4: as much as is left
+SPLIT_SLOT_BYTES = 8 * 1024  # of a sending warp beside a split tile's rings: what is left
 NARROW_STAGES = 6  # of 64 rows and of codes
 
 
@@ -81,7 +81,7 @@ def both(
     a: torch.Tensor, a_scales: torch.Tensor, weight1: torch.Tensor, weight1_scales: torch.Tensor, weight2: torch.Tensor,
     weight2_scales: torch.Tensor, work: torch.Tensor, totals: torch.Tensor, row_weight: torch.Tensor, middle: torch.Tensor,
     middle_scales: torch.Tensor, row_slot: torch.Tensor, ready: tuple[Any, ...], clamp: float | None = None,
-    layout: BufferLayout | None = None, spans: Spans | None = None, narrow: bool = False,
+    layout: BufferLayout | None = None, spans: Spans | None = None, form: str = "wide",
 ) -> None:  # fmt: skip
     """`swiglu` and `rows` in one kernel.
 
@@ -89,17 +89,19 @@ def both(
     ready: (int32 [1 + rows / 128], zeros; control and call words of `xstage.device.meeting`); with a layout, which is `direct`, the kernel
     also sends this rank's rows, and `ready` goes on with (arrived, addresses for `send_sm90.Sender.run`).
     spans: records of this call are added to it (`clear` it before); another kernel, which writes them.
-    narrow: the kernel for experts of few rows (`gemm_sm90`), of weights in MXFP4 and without spans; the same bits.
+    form: of the kernel (`gemm_sm90`), with weights in MXFP4 one of `work_table.FORMS`; the same bits. `narrow` records no spans.
 
     Raises:
-        XStageError: sizes that the kernel cannot take, spans of another GPU, or narrow where it cannot be.
+        XStageError: sizes that the kernel cannot take, spans of another GPU, or a form where it cannot be.
     """
     codes = weight1.dim() == 4
-    if narrow and (not codes or spans is not None or a.shape[0] // 64 > MAX_ROW_TILES):
-        raise XStageError(f"narrow: needs weights in MXFP4, no spans, and at most {64 * MAX_ROW_TILES} rows; there are {a.shape[0]}")
+    if form not in FORMS or (form != "wide" and not codes):
+        raise XStageError(f"form: {form!r} is not one of {', '.join(FORMS)}, of which fp8 weights have the first")
+    if form == "narrow" and (spans is not None or a.shape[0] // 64 > MAX_ROW_TILES):
+        raise XStageError(f"form: 'narrow' needs no spans, and at most {64 * MAX_ROW_TILES} rows; there are {a.shape[0]}")
     spare = 0 if layout is None or layout.middle(middle.shape[1]) is None else SPARE_TILES
     unroll = min(_unroll(a.shape[1], codes), _unroll(middle.shape[1], codes))
-    kernel = compiled_gemm("both", unroll, clamp, layout, spans is not None, spare, *_more(codes, narrow))
+    kernel = compiled_gemm("both", unroll, clamp, layout, spans is not None, spare, *_more(codes, form))
     layers = (
         (a, _matrix(weight1), a_scales, weight1_scales.flatten(2)),
         (middle, _matrix(weight2), middle_scales, weight2_scales),
@@ -122,15 +124,14 @@ def kernels(
     first, second = _unroll(hidden, codes), _unroll(intermediate, codes)
     if layout is not None:
         spare = 0 if layout.middle(intermediate) is None else SPARE_TILES
-        forms = (False, True) if codes and not recorded and may_be_narrow(layout) else (False,)
         options = ("both", min(first, second), clamp, layout, recorded, spare)
-        return [(compiled_gemm, (*options, *_more(codes, narrow))) for narrow in forms]
+        return [(compiled_gemm, (*options, *_more(codes, form))) for form in (forms(layout, recorded) if codes else ("wide",))]
     return [_work("swiglu", first, clamp, codes), _work("rows", second, None, codes)]
 
 
-def may_be_narrow(layout: BufferLayout) -> bool:
-    """Whether a narrow kernel can count this layout's rows by 64."""
-    return layout.rows // 64 <= MAX_ROW_TILES
+def forms(layout: BufferLayout, recorded: bool) -> tuple[str, ...]:
+    """That the kernel of both layers may have with weights in MXFP4. A narrow one must be able to count the layout's rows by 64."""
+    return FORMS if not recorded and layout.rows // 64 <= MAX_ROW_TILES else FORMS[:2]
 
 
 def plain_kernels(hidden: int, intermediate: int, codes: bool = False) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -141,7 +142,7 @@ def plain_kernels(hidden: int, intermediate: int, codes: bool = False) -> list[t
 
 def _work(kind: str, unroll: int, option: Any, codes: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A kernel of one layer with the arguments that `_compiled` gives, for they are part of its name on disk."""
-    return compiled_gemm, (kind, unroll, option, *((None, False, 0, True) if codes else ()))
+    return compiled_gemm, (kind, unroll, option, *((None, False, 0, "wide") if codes else ()))
 
 
 def _compiled(kind: str, weight: torch.Tensor, option: Any = None) -> Any:
@@ -150,8 +151,8 @@ def _compiled(kind: str, weight: torch.Tensor, option: Any = None) -> Any:
     return compiled(*options)
 
 
-def _more(codes: bool, narrow: bool = False) -> tuple[bool, ...]:
-    return (True, True) if narrow else (True,) if codes else ()
+def _more(codes: bool, form: str) -> tuple[str, ...]:
+    return (form,) if codes else ()
 
 
 def _matrix(weight: torch.Tensor) -> torch.Tensor:
@@ -188,11 +189,11 @@ def ctas_of(device: int) -> int:
 @kept
 def compiled_gemm(
     kind: str, unroll: int, option: Any = None, layout: BufferLayout | None = None, recorded: bool = False, spare: int = 0,
-    codes: bool = False, narrow: bool = False,
+    form: str | None = None,
 ) -> Any:  # fmt: skip
     """Compiled once per process (about 3 s). option: the clamp of `swiglu`, which table of `plain`. layout: rows are sent too.
     recorded: with spans, of `both` only. spare: Linear-1's output of a row tile takes the place of the rows so many tiles before it; 0:
-    it has memory of its own. codes: weights are MXFP4. narrow: for experts of few rows; of `both` with codes only."""
+    it has memory of its own. form: weights are MXFP4; others than `wide` of `both` only."""
     rows, columns1, columns2 = cute.sym_int(divisibility=128), cute.sym_int(divisibility=4), cute.sym_int(divisibility=4)
 
     def matrix(dtype: Any, shape: tuple[Any, ...], divisibility: int) -> Any:
@@ -206,7 +207,7 @@ def compiled_gemm(
         return cute.sym_int(divisibility=128)
 
     def layer(columns: Any) -> Any:
-        weight = (cute.sym_int(), wide()) if codes else (wide(), TILE_K)
+        weight = (cute.sym_int(), wide()) if form else (wide(), TILE_K)
         return (
             matrix(Uint8, (rows, wide()), 128), matrix(Uint8, weight, 128),
             matrix(Float32, (cute.sym_int(), rows), 4), matrix(Float32, (cute.sym_int(), cute.sym_int(), columns), 4),
@@ -221,14 +222,14 @@ def compiled_gemm(
         "plain": ((epilogues.Plain(),), (bf16,), option),
         "both": ((epilogues.SwigluFp8(option, handed=True), epilogues.RowsToSlots()), (fp8, vector(Int64)), LINEAR1),
     }[kind]
-    sender = None if layout is None else Sender(layout, SPLIT_SLOT_BYTES if codes and not narrow else SLOT_BYTES)
+    sender = None if layout is None else Sender(layout, SPLIT_SLOT_BYTES if form == "split" else SLOT_BYTES)
     ready: Any = (vector(Int32), vector(Int64), vector(Int64)) if kind == "both" else None
     if sender is not None:
         ready += (vector(Int32), tuple(Int64(0) for _ in range(5)))
     spans = (vector(Int32), Int32(1)) if recorded else None
     work = (vector(Int32),) if kind == "both" else (vector(Int32), vector(Int32))
     layers = tuple(layer(columns) for _, columns in zip(parts, (columns1, columns2), strict=False))
-    kernel = GroupedGemm(parts, NARROW_STAGES if narrow else STAGES, unroll, count, sender, recorded, spare, codes, narrow)
+    kernel = GroupedGemm(parts, NARROW_STAGES if form == "narrow" else STAGES, unroll, count, sender, recorded, spare, form)
     return cute.compile(
         kernel, layers, outputs, work, vector(Int32), ready, spans,
         tuple(Int32(512) for _ in parts), Int32(132), make_fake_stream(use_tvm_ffi_env_stream=True), options="--enable-tvm-ffi",

@@ -25,7 +25,7 @@ from xstage.moe.shapes import rows_of_an_expert
 from xstage.moe.spans import Spans
 from xstage.moe.weights import Weights
 from xstage.moe.weights_mxfp4 import Mxfp4Weights
-from xstage.moe.work_table import NARROW_ROWS, WorkOrder
+from xstage.moe.work_table import NARROW_ROWS, SPLIT_ROWS, WorkOrder
 
 
 class KernelPipeline:
@@ -37,9 +37,9 @@ class KernelPipeline:
     Attributes:
         exchange: `xstage.moe.exchange.Exchange`, symmetric memory and work lists. middle: uint8 (e4m3) [rows, intermediate], what enters
             the second GEMM, in one kernel in the place of rows that the first has done with; middle_scales: float32 [intermediate / 128,
-            rows]. spans: None, or the `xstage.moe.spans.Spans` into which the kernel of both GEMMs records from now on. narrow_rows: up to
-            so many rows an expert, if all ranks have this rank's tokens, weights in MXFP4 are multiplied by the narrow kernel, which gives
-            the same bits; with spans the wide one records.
+            rows]. spans: None, or the `xstage.moe.spans.Spans` into which the kernel of both GEMMs records from now on. narrow_rows,
+            split_rows: up to so many rows an expert, if all ranks have this rank's tokens, weights in MXFP4 are multiplied by the narrow
+            kernel, from so many on by the split one, else by the wide one, which give the same bits; with spans no narrow one records.
 
     All ranks make it together, outside graph capture.
 
@@ -58,9 +58,10 @@ class KernelPipeline:
         layout = replace(layout, direct=order is not None)
         self.weights, self.clamp = weights, clamp
         self.spans: Spans | None = None
-        self.narrow_rows = NARROW_ROWS
-        self._may_be_narrow = order is not None and isinstance(weights, Mxfp4Weights) and grouped_gemm.may_be_narrow(layout)
-        self._compiled = not self._may_be_narrow
+        self.narrow_rows, self.split_rows = NARROW_ROWS, SPLIT_ROWS
+        codes = order is not None and isinstance(weights, Mxfp4Weights)
+        self._forms = grouped_gemm.forms(layout, False) if codes else ("wide",)
+        self._compiled = len(self._forms) == 1
         self.exchange = Exchange(layout, intermediate=intermediate, group=group, device=device, timeout_s=timeout_s, tag=tag, order=order)
         place = layout.middle(intermediate)
         if place is None:
@@ -88,12 +89,17 @@ class KernelPipeline:
         self.exchange.dispatch(x, x_scales, topk_idx, topk_weights)
         layout = self.exchange.layout
         rows = rows_of_an_expert(len(x), layout.ranks, layout.top_k, layout.experts)
-        few = self._may_be_narrow and self.spans is None and rows <= self.narrow_rows
-        self.gemms(self.exchange.row_slot, narrow=few)
+        form = "wide"
+        if "narrow" in self._forms and self.spans is None and rows <= self.narrow_rows:
+            form = "narrow"
+        elif "split" in self._forms and rows >= self.split_rows:
+            form = "split"
+        self.gemms(self.exchange.row_slot, form)
         self.exchange.combine(topk_idx, out)
 
-    def gemms(self, row_slot: torch.Tensor, narrow: bool = False) -> None:
-        """Both layers for the rows of the last dispatch; row r of Linear-2 goes to the address `row_slot[r]`. narrow: by that kernel."""
+    def gemms(self, row_slot: torch.Tensor, form: str = "wide") -> None:
+        """Both layers for the rows of the last dispatch; row r of Linear-2 goes to the address `row_slot[r]`. form: of the kernel of both,
+        with weights in MXFP4."""
         from xstage.moe import grouped_gemm
 
         e, w = self.exchange, self.weights
@@ -101,14 +107,14 @@ class KernelPipeline:
             self.linear1()
             self.linear2(row_slot)
             return
-        if not self._compiled:  # both forms now, for a graph may be captured of the other
+        if not self._compiled:  # all forms now, for a graph may be captured of another
             for compiled, options in grouped_gemm.kernels(e.layout.hidden, w.intermediate, self.clamp, e.layout, codes=True):
                 compiled(*options)
             self._compiled = True
         grouped_gemm.both(
             e.activations, e.scales, w.w1, w.w1_scales, w.w2, w.w2_scales, e.work, e.totals, e.row_weight, self.middle,
             self.middle_scales, row_slot, (e.ready, e.control, e.call, e.arrived, e.sends), self.clamp, e.layout, self.spans,
-            narrow,
+            form,
         )  # fmt: skip
 
     def linear1(self) -> None:

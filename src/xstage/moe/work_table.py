@@ -49,7 +49,10 @@ ROW_SHIFT, LAYER_SHIFT, COLUMN_MASK = 12, 11, MAX_COLUMN_TILES - 1  # of a word
 ORDERS = ("interleaved", "alternating", "expert_wave", "linear1_first")
 NEVER = 1 << 30  # more entries than there are
 STAGES = 4  # of the ring through which a CTA loads its tiles: as many as fit
-NARROW_ROWS = 48  # of an expert, on average: up to here few have more than the 64 that a narrow kernel (`gemm_sm90`) takes at once
+# Of an expert, on average: up to here few have more than the 64 that a narrow kernel (`gemm_sm90`) takes at once; from here on most have
+# two row tiles, for which a split one decodes a weight once.
+NARROW_ROWS, SPLIT_ROWS = 48, 128
+FORMS = ("wide", "split", "narrow")  # of the kernel of both layers, with weights in MXFP4
 TAKEN_BEFORE = 6  # stages: with so many of a tile left to load, its cluster takes the next entry
 
 
