@@ -268,7 +268,7 @@ def test_table_and_chart(tmp_path: Path) -> None:
     assert "\n\nW4A8: not measured.\n\n" in text
     predicted(tmp_path)
     text = tables.TABLES["moe-orders"](tmp_path)
-    assert "W4A8: not measured. Predicted by the simulator of the kernel: at f = 0.875 geometric mean" in text
+    assert "W4A8: not measured. Predicted before the measurement, by the simulator of the kernel: at f = 0.875 geometric mean" in text
     path.write_text(json.dumps({**content, "complete": False, "rows": rows[:2]}))
     assert "2 of 84 configurations: the rest is not measured yet." in tables.TABLES["moe-orders"](tmp_path)
     path.write_text(json.dumps({**content, "rows": [skipped]}))

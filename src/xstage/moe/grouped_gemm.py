@@ -23,8 +23,9 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from xstage.device.kept import kept
 from xstage.errors import XStageError
 from xstage.moe import epilogues
-from xstage.moe.gemm_sm90 import CLUSTER, TILE_K, GroupedGemm
+from xstage.moe.gemm_sm90 import GroupedGemm
 from xstage.moe.layout import SLOT_BYTES, SPARE_TILES, BufferLayout
+from xstage.moe.loads_sm90 import CLUSTER, TILE_K
 from xstage.moe.send_sm90 import Sender
 from xstage.moe.spans import Spans
 from xstage.moe.work_table import FORMS, MAX_ROW_TILES, STAGES

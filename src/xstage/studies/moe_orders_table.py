@@ -31,8 +31,7 @@ def moe_orders_table(results: Path) -> str:
         return "Not measured yet."
     parts = [_figures(measured, found[there[0]]["settings"]["shares"])]
     parts += [_said(precision, found[precision], measured[precision]) for precision in FILES]
-    if not measured["W4A8"]:
-        parts[-1] += _predicted(results / "simulated" / "moe_w4a8.json")
+    parts[-1] += _predicted(results / "simulated" / "moe_w4a8.json")
     for precision in there:
         content = found[precision]
         parts += [_each(content["rows"], content["settings"]["shares"]), _foot(precision, content)]
@@ -45,12 +44,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _predicted(path: Path) -> str:
-    """What the simulator says of the half with weights of four bits, as long as it is not measured."""
+    """What the simulator said of the half with weights of four bits before it was measured."""
     if not path.exists():
         return ""
     shares = json.loads(path.read_text(encoding="utf-8"))["outputs"]["by_share"]
     figures = [f"at f = {share} " + ", ".join(f"{label} {s[key]:.3f}" for key, label in FIGURES.items()) for share, s in shares.items()]
-    return f" Predicted by the simulator of the kernel: {'; '.join(figures)} (`results/simulated/moe_w4a8.json`)."
+    return f" Predicted before the measurement, by the simulator of the kernel: {'; '.join(figures)} (`results/simulated/moe_w4a8.json`)."
 
 
 def _said(precision: str, content: Mapping[str, Any], rows: Rows) -> str:

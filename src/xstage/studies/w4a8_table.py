@@ -64,7 +64,7 @@ def w4a8_gemm_table(results: Path) -> str:
              *(f"{t:,.0f}" for t in (block, row)), f"{block / taken:.2f}"]
         )  # fmt: skip
     head = [
-        "model, tokens per rank", "rows of an expert", "fp8", "MXFP4", "narrow", "fp8 over MXFP4", "humming, 1 × 128", "one scale a row",
+        "model, tokens per rank", "rows of an expert", "fp8", "wide", "narrow", "fp8 over MXFP4", "humming, 1 × 128", "one scale a row",
         "1 × 128 over ours",
     ]  # fmt: skip
     foot = (
