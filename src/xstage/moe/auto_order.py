@@ -16,8 +16,8 @@ V: what all SMs store to peers in a round of Linear-2 tiles. R: drain rate of a 
 through ten grouped GEMMs measured on one H200 (results/h200/grouped-gemm.json), which it meets within 4%.
 
 `MXFP4_NS_PER_K`, `MXFP4_EPILOGUE_NS`: the same of weights in MXFP4, whose decoding makes tiles longer: ten grouped GEMMs of 8,192 tokens
-per rank on one H200 (results/h200/w4a8-gemm.json), met within 4%. For predictions: the order is chosen by the line above, whatever the
-weights.
+per rank on one H200 (results/h200/w4a8-gemm.json), met within 4%; the kernel's wide form, to which many rows prefer a faster one since. For
+predictions: the order is chosen by the line above, whatever the weights.
 
 Not asked: the capacity bound, how rows are spread over experts; weights in MXFP4 are taken for fp8.
 """
