@@ -191,13 +191,13 @@ def _attention_table(results: Path) -> str:
         us = {name: f"{t['slowest_ns'] / 1e3:.1f}" for group in (baseline, residual) for name, t in group.items()}
         rows.append([
             f"{r['heads']}, {r['sequence']:,}", *(us[n] for n in ("fa4", "local", "stores", "fused", "push_graph")),
-            us.get("push_engines_graph", "–"), us["nccl_graph"], us["nccl"],
+            *(us.get(n, "–") for n in ("with_kernel", "push_engines_graph", "nccl_graph", "nccl")),
             f"{d['residual_ns'] / 1e3:.1f} ({d['residual_share']:.1%})", *_bounds(r),
             f"{d['readiness_ns'] / 1e3:.1f}", f"{d['kernel_over_fa4_ns'] / 1e3 / float(us['fa4']):.2%}",
             f"{d['speedup_strongest']:.2f}×", f"{d['speedup_paper_baseline']:.2f}×",
         ])  # fmt: skip
-    head = ["H, M", "FA4 alone", "local stores", "stores", "fused", "push, graph", "push by copy engines, graph",
-            "NCCL, graph", "NCCL, eager", "E_res",
+    head = ["H, M", "FA4 alone", "local stores", "stores", "fused", "push, graph", "FA4 by its output argument",
+            "push by copy engines, graph", "NCCL, graph", "NCCL, eager", "E_res",
             "predicted: last drain", "and stalls", "readiness", "local over FA4", "over strongest serial", "over eager serial"]  # fmt: skip
     said = "µs per call, slowest rank, medians; H heads per GPU, head dim 128, bf16, full attention"
     return grid(head, rows) + f"\n\n{said}; `results/h200x2/attention.json`."

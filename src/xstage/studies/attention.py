@@ -10,7 +10,8 @@ groups, their questions, and the columns that answer them:
   its output is complete) over `stores`.
 * `baseline`. `fused` against the paper's serial baseline (`nccl`: eager, with permutations), the same in a graph (`nccl_graph`), and the
   push in a graph, after FA4 by torch's copies (`push_graph`) and by the copy engines (`push_engines_graph`), and after other attention
-  kernels that this machine has (`push_cudnn`, `push_fa3`).
+  kernels that this machine has (`push_cudnn`, `push_fa3`). Not serial, and so not one of the baselines: FA4 untouched, whose output
+  argument lies in the peers' buffers, one launch per destination (`with_kernel`, how the paper fuses FA3).
 * `forms`. A CTA computes its tile, the default (`local`, `stores`, `fused`), or reads it from a table at its start (`…_table`).
 * `order`. What the order and the share of remote destinations do to the residual (`stores_table`, which alternates, `plain`, `own_last`,
   `remote`; all read the tile table, which some orders need), and what a meeting before the call costs, which the first call of a graph
@@ -96,7 +97,7 @@ FUSED = {
 SERIAL = ("nccl", "nccl_graph", "push_graph", "push_engines_graph", *(f"push_{name}" for name in serial.OTHERS))
 GROUPS = {
     "residual": ("fa4", "local", "stores", "fused"),
-    "baseline": ("fa4", "fused", *SERIAL),
+    "baseline": ("fa4", "fused", *SERIAL, "with_kernel"),
     "forms": ("fa4", "local", "stores", "fused", "local_table", "stores_table", "fused_table"),
     "dit": ("fa4", "local", "stores", "fused", *SERIAL[1:]),
     "order": ("local_table", "stores_table", "plain", "own_last", "remote", "met", "fused"),
@@ -296,6 +297,7 @@ def _row(shape: Shape, groups: Sequence[str], rounds: int, pause_s: float, platf
         functions["nccl"] = functions["nccl_graph"] = lambda: exchange(attention())
         functions["push_graph"] = partial(pushed, attention)
         functions["push_engines_graph"] = partial(pushed, attention, True)
+        functions["with_kernel"] = partial(attend.with_kernel(lambda q, k, v, out: serial.attention(q, k, v, out=out)), q, k, v)
         missing = {}
         for name, other in serial.OTHERS.items():
             reason = _why_not(partial(other, q, k, v))
