@@ -240,10 +240,7 @@ class TileLoads:
                         cute.copy(load_w, from_w[(None, (w_block + i) * k_blocks + k, 0)], to_w[(None, stage * 2 + i)], tma_bar_ptr=bar)
             with cute.arch.elect_one():
                 self._load_scales(source, s_scales, expert, k, m * self.rows, n, stage, bar, self.rows)
-            stage += 1
-            if stage == self.stages:
-                stage = Int32(0)
-                phase ^= 1
+            stage, phase = self._after(stage, phase)
         return stage, phase
 
     @cute.jit
@@ -283,10 +280,16 @@ class TileLoads:
                     self._load_scales(source, s_scales, expert, k, m * TILE_M, n, stage, bar, TILE_M)
                 else:
                     self._load_scales(source, s_scales, expert, k, m * TILE_M, n, stage, bar, 2 * TILE_M)
-            stage += 1
-            if stage == self.stages:
-                stage = Int32(0)
-                phase ^= 1
+            stage, phase = self._after(stage, phase)
+        return stage, phase
+
+    @cute.jit
+    def _after(self, stage, phase) -> tuple[Int32, Int32]:
+        """The next stage of the ring, and its phase."""
+        stage += 1
+        if stage == self.stages:
+            stage = Int32(0)
+            phase ^= 1
         return stage, phase
 
     @cute.jit
