@@ -53,7 +53,7 @@ def test_derived_answers() -> None:
 def row(name: str, share: float, speedup: float) -> dict[str, Any]:
     times = {"step": STEP, "layer": LAYER}
     return {
-        "name": name, "heads": 24, "sequence": 4608, "first_heads": 2, "rest_ctas": 0,
+        "name": name, "heads": 24, "sequence": 4608, "split": {"step": [2, 0], "layer": [2, 0]},
         "derived": {**study.derived(times, 20e3), "exposed_share": share, "step_speedup": speedup},
         "groups": {group: {n: t.to_json() for n, t in measured.items()} for group, measured in times.items()},
     }  # fmt: skip
@@ -79,15 +79,15 @@ def test_table(tmp_path: Path) -> None:
     (tmp_path / "h200x2" / "dit.json").write_text(json.dumps(content))
     line = "| FLUX.1 1024² | 24, 4,608 | 1,100 cudnn | 1,050 | 1,000 | 1.100× | 100 | 70 | 40 | 30 | 0.30 | – | – | – | – | – |"
     assert f"{line} 2, copies | 20 | 25 | 60 |" in tables.TABLES["dit"](tmp_path)
-    content["rows"][0].update({"first_heads": 1, "rest_ctas": 12})
+    content["rows"][0]["split"] = {"layer": None, "layer_graph": [1, 12]}
     (tmp_path / "h200x2" / "dit.json").write_text(json.dumps(content))
-    assert "| 1, 12 SMs | 20 |" in tables.TABLES["dit"](tmp_path)
-    content["rows"][0].update({"first_heads": 0, "rest_ctas": None})
+    assert "| all / 1, 12 SMs | 20 |" in tables.TABLES["dit"](tmp_path)
+    content["rows"][0]["split"] = {"layer": None, "layer_graph": None}
     (tmp_path / "h200x2" / "dit.json").write_text(json.dumps(content))
-    assert "| 0 | 20 |" in tables.TABLES["dit"](tmp_path)
+    assert "| all | 20 |" in tables.TABLES["dit"](tmp_path)
     # Rows that were measured when all heads came at once say nothing of it.
     content["rows"][0]["groups"] = content["rows"][0]["derived"] = {}
-    del content["rows"][0]["first_heads"], content["rows"][0]["rest_ctas"]
+    del content["rows"][0]["split"]
     (tmp_path / "h200x2" / "dit.json").write_text(json.dumps(content))
     assert f"| FLUX.1 1024² | 24, 4,608 {'| – ' * 18}|" in tables.TABLES["dit"](tmp_path)
 

@@ -87,6 +87,14 @@ def test_parts_are_all_heads_once(given_: tuple[SequenceLayout, list[int]], firs
     order = np.concatenate([table[:, 1] >> 32 for table in tables])
     assert np.array_equal(np.concatenate(tables)[order.argsort()], whole)
     assert all((np.diff(table[:, 1] >> 32) > 0).all() for table in tables)
+    sent = [[lay.head_table(bases, heads, 48, ranges) for ranges in lay.head_parts(heads, first, me)] for me in range(len(heads))]
+    for me, own in enumerate(sent):  # the same, but for own heads, of which nothing is left
+        order = np.concatenate([table[:, 1] >> 32 for table in own])
+        assert np.array_equal(np.concatenate(own)[order.argsort()], whole)
+        mine = range(sum(heads[:me]), sum(heads[: me + 1]))
+        assert len(own) == len(parts)
+        for early, late in zip(tables[1:], own[1:], strict=True):
+            assert [n for n in (early[:, 1] >> 32).tolist() if n not in mine] == (late[:, 1] >> 32).tolist()
     if 0 < first < max(heads):
         assert [len(table) for table in tables] == [sum(min(first, n) for n in heads), sum(max(0, n - first) for n in heads)]
     else:
@@ -95,6 +103,8 @@ def test_parts_are_all_heads_once(given_: tuple[SequenceLayout, list[int]], firs
 
 def test_parts_by_hand() -> None:
     assert lay.head_parts([4, 2, 0], 3) == [[(0, 3), (0, 2), (0, 0)], [(3, 4), (2, 2), (0, 0)]]
+    assert lay.head_parts([4, 2, 0], 3, sender=0) == [[(0, 4), (0, 2), (0, 0)], [(4, 4), (2, 2), (0, 0)]]
+    assert lay.head_parts([4, 2, 0], 3, sender=1)[1] == [(3, 4), (2, 2), (0, 0)]
     assert lay.head_parts([4, 2], 0) == lay.head_parts([4, 2], 4) == [[(0, 4), (0, 2)]]
     rest = [(2 * a, 2 * b) for a, b in lay.head_parts([4, 2, 0], 3)[1]]
     assert lay.head_table([0, 1000, 2000], [8, 4, 0], 16, rest).tolist() == [[96, 128 | 6 << 32], [112, 128 | 7 << 32]]

@@ -9,7 +9,9 @@ between two barriers), `nccl` and `reference` (an all-to-all each, over NCCL or 
 
 In two parts (`in_parts`, kernel only) the first few heads of every rank arrive before the others, so that attention of the first hides
 the exchange of the rest. Both go to the places where the whole would go; each ends with a `Meeting(DONE)`, and so with a generation of its
-own. How the rest travels leaves the GPU to attention: few large CTAs of the same kernel, or strided copies by the copy engines.
+own. Rows of a rank's own heads all move with the first part, in the shadow of the link: beside attention they would want SMs or copies, and
+the way to the L2 cache twice. How the rest travels leaves the GPU to attention: few large CTAs of the same kernel, or strided copies by the
+copy engines.
 
 Results are views of the object's own buffers, of which there are `buffers` (2). A result may be read until this rank's next call: what
 reads it must be on the stream, or ordered before it, when the next call is made. A call may follow another at once, without a barrier of
@@ -85,7 +87,7 @@ class _Call:
 class _Part:
     """Which heads are sent together: q, k and v of `counts` heads over all ranks."""
 
-    parts: list[tuple[int, int]]  # key/value heads from … to, of each rank
+    parts: list[tuple[int, int]]  # key/value heads from … to, of each rank: what this rank sends
     counts: tuple[int, int, int]
     heads: list[torch.Tensor]  # per buffer int64 [heads of q, of k, of v, 2]: see `layout.head_table`
 
@@ -124,6 +126,8 @@ class HeadExchange:
         PeerTimeout: a rank did not make its object.
     """
 
+    own_ahead = True  # for measurement; False: rows of own heads are sent as those of peers
+
     def __init__(
         self, group: dist.ProcessGroup | None = None, *, max_sequence: int, heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16,
         kv_heads: int | None = None, heads_per_rank: Sequence[int] | None = None, max_batch: int = 1,
@@ -139,7 +143,7 @@ class HeadExchange:
         self._counts = (self.heads_per_rank, self.kv_heads_per_rank, self.kv_heads_per_rank)  # of q, k, v
         self._head_bytes = head_dim * dtype.itemsize
         self._turn, self._closed, self.reason, self._entry = 0, False, "", Entry()
-        self._plans: dict[_Call, _Plan] = {}
+        self._plans: dict[tuple[_Call, bool], _Plan] = {}
         self._agreed: set[_Call] = set()
         self._buffer: SymmetricBuffer | None = None
         self._urgent: torch.cuda.Stream | None = None
@@ -176,7 +180,8 @@ class HeadExchange:
 
         Args:
             q, k, v, layout: see the object's call.
-            first: key/value heads of every rank that are sent now, with their query heads (0: all). Other modes than `kernel` send all.
+            first: key/value heads of every rank that are sent now, with their query heads (0: all), and rows of this rank that stay. Other
+                modes than `kernel` send all.
             rest_ctas: how the rest is sent: by so many CTAs, one to an SM, or (0) by the copy engines.
 
         Returns:
@@ -202,11 +207,12 @@ class HeadExchange:
             if self.mode == "push":
                 self._push(q, k, v, call, turn)
                 return self._views(call, turn), _nothing
-            plan = self._plans.get(call)
+            key = (call, self.own_ahead)
+            plan = self._plans.get(key)
             if plan is None:
                 if torch.cuda.is_current_stream_capturing():
                     raise XStageError("q: call it once with these shapes before capturing a CUDA graph")
-                plan = self._plans[call] = self._plan(call)
+                plan = self._plans[key] = self._plan(call)
                 # Tables were written on the current stream; a call on another stream must not read them before.
                 torch.cuda.synchronize(self.device)
             met = self._entry.must_meet(always=self.buffers == 1)
@@ -290,7 +296,7 @@ class HeadExchange:
     def _plan(self, call: _Call) -> _Plan:
         assert self._buffer is not None
         plan = _Plan(rows_of(call.layout, self.rank).int().to(self.device), [], [], [])
-        for parts in head_parts(self.kv_heads_per_rank, call.first):
+        for parts in head_parts(self.kv_heads_per_rank, call.first, self.rank if self.own_ahead else None):
             kv_heads = sum(end - begin for begin, end in parts)
             plan.parts.append(_Part(parts, (kv_heads * self._group_heads, kv_heads, kv_heads), []))
         for turn in range(self.buffers):
@@ -331,8 +337,9 @@ class HeadExchange:
             plan.places.data_ptr(), ctas or 2**31 - 1, self._control,
         )  # fmt: skip
         before = [(compiled_meeting(self.world, ENTERED, False), meeting)] if met else []
-        kernel = compiled_to_heads(*part.counts[:2], self._head_bytes, ctas > 0)
-        return [*before, (kernel, copy), (compiled_meeting(self.world, DONE, True, True), meeting)]
+        if sum(part.counts):  # else peers have no head left
+            before.append((compiled_to_heads(*part.counts[:2], self._head_bytes, ctas > 0), copy))
+        return [*before, (compiled_meeting(self.world, DONE, True, True), meeting)]
 
     def _rest(self, x: Three, call: _Call, plan: _Plan, turn: int, ctas: int) -> None:
         """Send the second part on the current stream."""

@@ -216,14 +216,20 @@ def head_table(
     return np.asarray(table[(begin[owner] <= within) & (within < end[owner])])
 
 
-def head_parts(kv_heads_per_rank: Sequence[int], first: int) -> list[list[tuple[int, int]]]:
+def head_parts(kv_heads_per_rank: Sequence[int], first: int, sender: int | None = None) -> list[list[tuple[int, int]]]:
     """Key/value heads from … to, of each rank, in each part of a call: the first `first` of every rank (fewer where it has fewer), then the
     rest. One part where `first` is 0 or the rest is nothing.
+
+    Args:
+        sender: of what this rank sends. Its own heads all come in the first part: they take nothing of the link. None: what is attended.
     """
     first_part = [(0, min(first, n)) for n in kv_heads_per_rank]
     rest = [(end, n) for (_, end), n in zip(first_part, kv_heads_per_rank, strict=True)]
     if not first or all(begin == end for begin, end in rest):
         return [[(0, n) for n in kv_heads_per_rank]]
+    if sender is not None:
+        n = kv_heads_per_rank[sender]
+        first_part[sender], rest[sender] = (0, n), (n, n)
     return [first_part, rest]
 
 

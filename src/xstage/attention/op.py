@@ -196,7 +196,7 @@ class AttentionA2A:
         self.split: Split | None = None  # how the last call of `ulysses` was split; None: not
         # For measurement: see `overlap.Split`.
         self.rest_ctas: int | None = None
-        self._splits: dict[tuple[int, SequenceLayout, bool, int | None], Split | None] = {}
+        self._splits: dict[tuple[int, SequenceLayout, bool, int | None], tuple[Split | None, Split | None]] = {}  # eager, in a graph
         self._side: torch.cuda.Stream | None = None
         self._handle = next(_ids)
         _OBJECTS[self._handle] = self
@@ -246,8 +246,9 @@ class AttentionA2A:
             q: [batch, my rows, all query heads, head dim]. k, v: [batch, my rows, all key/value heads, head dim].
             layout: which rank owns which rows (None: contiguous shards, every rank has as many rows as this one).
             first_heads: so many query heads of every rank are exchanged and attended first, and hide the exchange of the rest. 0: all at
-                once. None: chosen by a model of both (`overlap.choose`). Whole key/value groups; the same on every rank; a rank that has
-                fewer gives all. The result has the same bits. Only where attention is fused and the exchange one kernel.
+                once. None: chosen by a model of both (`overlap.choose`), in a CUDA graph also for short layers. Whole key/value groups;
+                the same on every rank; a rank that has fewer gives all. The result has the same bits. Only where attention is fused and
+                the exchange one kernel.
             Others: as the object's call takes them.
 
         Returns:
@@ -286,28 +287,36 @@ class AttentionA2A:
     def _split(
         self, x: tuple[torch.Tensor, torch.Tensor, torch.Tensor], layout: SequenceLayout, causal: bool, first_heads: int | None
     ) -> Split | None:  # fmt: skip
-        """How a call of `ulysses` is split; the same on every rank."""
+        """How a call of `ulysses` is split; the same on every rank.
+
+        The first call of a kind is split as in a CUDA graph, where short layers are split too: the graph can then be captured.
+        """
         assert self.inputs is not None
         if self.mode != "fused" or self.inputs.mode != "kernel" or first_heads == 0:
             return None
         key = (x[0].shape[0], layout, causal, first_heads)
-        if key not in self._splits:
+        seen = key in self._splits
+        if not seen:
             self.inputs.check_arguments(*x, layout)
             self._splits[key] = self._choose_split(*key)
-        split = self._splits[key]
+        eager, captured = self._splits[key]
+        split = eager if seen and not torch.cuda.is_current_stream_capturing() else captured
         return split if split is None or self.rest_ctas is None else Split(split.first, self.rest_ctas)
 
-    def _choose_split(self, batch: int, layout: SequenceLayout, causal: bool, first_heads: int | None) -> Split | None:
+    def _choose_split(
+        self, batch: int, layout: SequenceLayout, causal: bool, first_heads: int | None
+    ) -> tuple[Split | None, Split | None]:  # fmt: skip
+        """Eager, and in a CUDA graph."""
         from xstage.attention import kernel_sm90
 
         first = None if first_heads is None else first_heads * sum(self.kv_heads_per_rank) // self.heads
         if first is not None and len(lay.head_parts(self.kv_heads_per_rank, first)) == 1:
-            return None
+            return None, None
         problem = Problem(
             layout, self.heads_per_rank, self.kv_heads_per_rank, self.head_dim, self.head_dim * self.dtype.itemsize,
             kernel_sm90.tile_shape(self.head_dim, causal)[0], _sms(self.device), batch, causal,
         )  # fmt: skip
-        return choose(problem, first)
+        return choose(problem, first), choose(problem, first, captured=True)
 
     def with_kernel(self, kernel: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Any]) -> Callable[..., torch.Tensor]:
         """Another attention kernel, fused without touching it: its output argument lies in the peers' buffers, one launch per destination.

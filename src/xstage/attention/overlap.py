@@ -5,9 +5,11 @@ attention, beside which the rest arrives. Two things make that more than the sum
 
 * Attention comes in tiles that take an SM each and all take the same time, up to some 400 µs. SMs that send the rest start their tiles
   later; where tiles fill the GPU's waves, that costs a wave. Where they do not, it costs nothing: the last wave has room.
-* Copies by the copy engines take no SM, and `COPY` times as long.
+* Copies by the copy engines take no SM.
 * While the rest travels, attention is slower, however it is sent: `BESIDE` of that time is not hidden. What both want is presumably the way
   to the L2 cache.
+
+Rows of a rank's own heads all go with the first part. There they cost what the GPU's memory needs beyond the link's time (`MEMORY`).
 
 So `time_ns` places tiles on SMs, and `choose` compares. Rates are of an H200, measured; on another GPU another choice may be faster.
 
@@ -23,14 +25,16 @@ from math import ceil
 from xstage.attention.layout import SequenceLayout, head_parts
 
 LINK = 372.5  # bytes/ns that leave a rank: R of platform `h200-nvlink4`
-STORES = 45.0  # bytes/ns that an SM moves of the rest: benchmarks/ulysses_overlap.py, parts alone, 12 to 14 SMs (20 move no more)
-SM_FLOP = 5.7e3  # flop/ns of an SM: results/h200x2/attention.json, waves of flash-attn-4 at 4,096 to 32,768 rows (5.5 to 5.85)
-COPY = 1.5  # time of copies over that of the kernel: results/h200x2/head-exchange.json
+MEMORY = 4e3  # bytes/ns, read and written
+# The next from benchmarks/ulysses_overlap.py: parts alone, and what calls exposed beyond the rest of this model.
+STORES, SENDERS = 41.0, 330.0  # bytes/ns that leave a rank: per SM that sends, and at most, by however many SMs
+BESIDE = 0.08  # of the time that the rest takes
+COPY_NS = 12e3  # of copies, beyond the link's time
 MEETING_NS = 6e3  # of an exchange, beyond its bytes: docs/diffusers.md, exchanges alone in a graph
 SPLIT_NS = 12e3  # fork, join, launches and a meeting more: an estimate
-BESIDE = 0.25  # of the time that the rest takes: what benchmarks/ulysses_overlap.py measured beyond the rest of this model
+SM_FLOP = 5.7e3  # flop/ns of an SM: results/h200x2/attention.json, waves of flash-attn-4 at 4,096 to 32,768 rows (5.5 to 5.85)
 LEAST_NS = 1e6  # of attention: an eager call in two parts takes the host some 100 µs more, which a shorter one does not hide
-REST_CTAS, CTAS = 14, (14, 20, 0)  # SMs that send the rest by default, and what `choose` tries
+REST_CTAS, CTAS = 8, (8, 20, 0)  # SMs that send the rest by default, and what `choose` tries
 
 
 @dataclass(frozen=True)
@@ -72,16 +76,17 @@ class Problem:
         return self.batch * kv_heads * self.group * ceil(self.layout.sequence / self.tile_rows)
 
     def exchange_ns(self, part: Sequence[tuple[int, int]], split: Split | None = None) -> float:
-        """Of key/value heads from … to of each rank; `split` if they are the rest."""
+        """Of key/value heads from … to of each rank, and of all rows that stay where they are; `split` if they are the rest."""
         counts = [end - begin for begin, end in part]
         row = self.batch * (self.group + 2) * self.head_bytes
-        sent = max(rows * (sum(counts) - mine) for rows, mine in zip(self.layout.local_rows, counts, strict=True)) * row
-        link = sent / LINK
+        rows = self.layout.local_rows
+        sent = max(n * (sum(counts) - mine) for n, mine in zip(rows, counts, strict=True)) * row
         if split is None:
-            return link + MEETING_NS
+            kept = max(n * heads for n, heads in zip(rows, self.kv_heads, strict=True)) * row
+            return max(sent / LINK, 2 * (sent + kept) / MEMORY) + MEETING_NS
         if not split.ctas:
-            return COPY * link + 2 * MEETING_NS
-        return max(link, max(self.layout.local_rows) * sum(counts) * row / (STORES * split.ctas)) + MEETING_NS
+            return sent / LINK + COPY_NS + MEETING_NS
+        return sent / min(STORES * split.ctas, SENDERS) + MEETING_NS
 
 
 def attention_ns(p: Problem) -> float:
@@ -117,12 +122,12 @@ def _last_ns(first: int, rest: int, tile: float, sms: int, taken: int, ready: fl
     return max(ends)
 
 
-def choose(p: Problem, first: int | None = None) -> Split | None:
+def choose(p: Problem, first: int | None = None, captured: bool = False) -> Split | None:
     """The split that takes least by `time_ns`; None if none takes less than all at once, or attention is short (`LEAST_NS`).
 
-    first: key/value heads that are to come first, whether that pays or not.
+    first: key/value heads to come first, whether that pays or not. captured: in a CUDA graph, whose launches cost the host nothing.
     """
-    if first is None and attention_ns(p) < LEAST_NS:
+    if first is None and not captured and attention_ns(p) < LEAST_NS:
         return None
     firsts = range(1, max(p.kv_heads)) if first is None else [first]
     best = min((Split(n, ctas) for ctas in CTAS for n in firsts), key=lambda split: time_ns(p, split), default=None)

@@ -9,7 +9,7 @@ worst of diffusers', or of the whole model in bf16 where diffusers cannot split 
 * `diffusers_NAME`: `enable_parallelism` with `ulysses_degree`, with `ulysses_anything` where a length is not a multiple of the ranks (then
   it exchanges lengths on the host in every layer); one variant for each attention backend of `BACKENDS` that runs. The fastest counts.
 * `ours`: `integrations.diffusers.enable`.
-* `ours_push`: the same, but attention and then a copy-engine push, the strongest serial path: what fusing gives, and what FA4 gives.
+* `ours_push`: the same, but attention and then strided copies, the strongest serial path: what fusing gives, and what FA4 gives.
 * `ours_at_once`: the same as `ours`, but all heads are exchanged before any is attended: what hiding that exchange gives.
 * `ours_all_to_all`: the same as `ours_at_once`, but q, k and v by an all-to-all each: what their exchange in one kernel gives.
 
@@ -178,7 +178,7 @@ class Variants:
     missing: dict[str, str]
     operators: Callable[[], list[Any]]
     close: Callable[[], None]
-    split: Split | None = None  # of an attention call of `ours`
+    split: Callable[[], Split | None] = lambda: None  # how the last attention call of `ours` was split
 
 
 def variants(model: Model, transformer: Any, inputs: Mapping[str, Any], backends: Mapping[str, str] = BACKENDS) -> Variants:
@@ -245,7 +245,7 @@ def variants(model: Model, transformer: Any, inputs: Mapping[str, Any], backends
             continue
         for operator in operators:
             if name == "ours":
-                v.split = operator.split
+                v.split = partial(getattr, operator, "split")
             if name == "ours_push":
                 operator.mode = "push"
             elif name == "ours_all_to_all":
@@ -469,6 +469,7 @@ def measure(
         del exact
         times: dict[str, dict[str, timing.Times]] = {}
         host: dict[str, dict[str, float]] = {}
+        splits: dict[str, Split | None] = {}
         for group in (g for g in GROUPS if g in groups):
             kind, _, graph = group.partition("_")
             functions = found.steps if kind == "step" else found.layers
@@ -485,6 +486,7 @@ def measure(
                 once = len(timed) * (2 * calls * call_ns / 1e9 + pause_s + 0.01)
                 turns = max(min(rounds, LEAST_ROUNDS), min(rounds, int(ROW_S / len(groups) / once)))
                 times[group] = timing.interleaved(timed, calls=calls, rounds=turns, pause_s=pause_s)
+                splits[group] = found.split()
         for operator in found.operators():
             operator.check()
         timing.meet()
@@ -493,7 +495,7 @@ def measure(
     return {
         "name": model.name, "layers": layers, "depth": model.depth, "heads": model.heads, "head_dim": model.head_dim,
         "sequence": model.sequence, "text": model.text, "image": model.image, "ulysses_anything": model.odd(world),
-        "first_heads": found.split.first if found.split else 0, "rest_ctas": found.split.ctas if found.split else None,
+        "split": {group: [s.first, s.ctas] if s else None for group, s in splits.items()},
         "derived": derived(times, exchange_bound_ns(model, world, load_platform(PLATFORM, samples=False))),
         "errors": {name: float(f"{e:.4g}") for name, e in errors.items()}, "host_ns": host,
         "groups": {group: {name: t.to_json() for name, t in measured.items()} for group, measured in times.items()},
