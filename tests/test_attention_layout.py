@@ -98,7 +98,8 @@ def test_tiles_of_even_shards_need_no_table(world: int, rank: int, heads: int, b
 
 
 def test_other_tables_are_read() -> None:
-    for layout, order in ((SequenceLayout.shards([640, 128]), "alternating"), (SequenceLayout.even(768, 2), "remote_first")):
+    for layout, order in ((SequenceLayout.shards([640, 128]), "alternating"), (SequenceLayout.even(768, 2), "remote_first"),
+                          (SequenceLayout.even(768, 2), "own_first")):  # fmt: skip
         table = lay.tile_table(layout, 0, heads=2, batch=1, tile_rows=128, wave=132, order=order)
         assert lay.turns(table, 0, world=2, heads=2, batch=1) == (0, 0)
     # Lengths that tiles do not divide are no obstacle while every rank has as many blocks.
@@ -154,6 +155,19 @@ def test_own_last_with_two_waves_moves_only_what_fits() -> None:
     assert sum(sent.sum() for sent in remote) == 128 * 128
     # 124 tiles come before the last wave; they carry at most 124 · 99 / 132 = 93 remote tiles.
     assert (lay.block_owner(layout, 128)[lay.unpack(table[:124])[0]] != 0).sum() == 93
+
+
+def test_own_first_sends_nothing_until_all_own_tiles_are_done_then_to_one_peer_after_the_other() -> None:
+    layout = SequenceLayout.shards([300, 700, 500])
+    common = {"heads": 3, "batch": 2, "tile_rows": 128, "wave": 132}
+    table = lay.tile_table(layout, 1, order="own_first", **common)
+    owner = lay.block_owner(layout, 128)[lay.unpack(table)[0]]
+    assert [int(rank) for rank in owner[np.flatnonzero(np.diff(owner, prepend=-1))]] == [1, 2, 0]
+    # Within each, as `plain` has them.
+    plain = lay.tile_table(layout, 1, order="plain", **common)
+    of = lay.block_owner(layout, 128)[lay.unpack(plain)[0]]
+    assert table.tolist() == [*plain[of == 1], *plain[of == 2], *plain[of == 0]]
+    assert lay.turns(table, 1, world=3, heads=3, batch=2) == (0, 0)
 
 
 def test_causal_tiles_come_longest_first() -> None:

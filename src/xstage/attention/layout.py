@@ -14,6 +14,9 @@ capacity Q, of which every SM has its share):
 * `alternating`: the destinations of a head's blocks are spread evenly over its tiles, so every wave carries the same share.
 * `own_last`: as `alternating`, but each CTA's last tile stays on its own rank as far as earlier waves can take the peers' tiles
   without exceeding the capacity: the drain of the last burst is what a kernel's end cannot hide.
+* `own_first`: the tiles of all heads that stay on the rank, then peer by peer those of all heads, each rank beginning with the next one.
+  Links that are awake take power, however little they carry (docs/attention.md), and so clock from long attention: here they sleep through
+  the first part.
 * `remote_first`: all of a head's remote tiles, then its own; the counterexample of the studies.
 
 Causal attention has tiles of unequal length, which come longest first in every order.
@@ -35,7 +38,7 @@ from xstage.errors import XStageError
 
 # A tile is one non-negative int32: block | head << 13 | batch << 23.
 BLOCK_BITS, HEAD_BITS, BATCH_BITS = 13, 10, 8
-ORDERS = ("alternating", "plain", "own_last", "remote_first")
+ORDERS = ("alternating", "plain", "own_last", "own_first", "remote_first")
 # Low end of the knee of isolated, aligned bursts of 16-byte stores, 132 producers, two H200: what a wave may send at once.
 KNEE_BYTES_PER_SM = 24 * 1024
 
@@ -279,6 +282,8 @@ def tile_table(
         return np.asarray([_entry(block, h, b) for group in groups for block in reversed(range(blocks)) for b, h in group], np.int32)
     owners = block_owner(layout, tile_rows)
     tiles = [_entry(block, h, b) for b, h in sections for block in _head_order(owners, rank, layout.world, order)]
+    if order == "own_first":
+        tiles.sort(key=lambda t: int(owners[t & ((1 << BLOCK_BITS) - 1)] - rank) % layout.world)
     if order == "own_last" and len(tiles) > wave:
         tiles = _own_last(tiles, owners, rank, wave, wave if capacity_tiles is None else capacity_tiles)
     return np.asarray(tiles, np.int32)

@@ -43,7 +43,7 @@ from xstage.attention.arguments import check_options
 from xstage.attention.entry import Entry
 from xstage.attention.heads import HeadExchange, aligned, alike
 from xstage.attention.layout import SequenceLayout
-from xstage.attention.overlap import Problem, Split, choose
+from xstage.attention.overlap import SM_FLOP, Problem, Split, choose
 from xstage.errors import UnsuitableMachine, XStageError
 from xstage.platform import KiB
 from xstage.symmetric import Agreement, SymmetricBuffer, Watch, allocate_together, default_device, first_reason, joined, next_number
@@ -54,6 +54,7 @@ STARTS = ("auto", "table")
 HEAD_DIMS = (64, 96, 128, 256)
 _SIGNAL_BYTES = 4 * KiB
 _PHASES = ("entered", "done")  # names of `kernel_sm90`'s kinds of meetings
+OWN_FIRST_NS = 1e7  # of attention, from where on an awake link costs more than reading the tile table (docs/attention.md)
 _L2_BYTES = 50 * 1024 * KiB  # what FA4 assumes for keys and values, causal order
 _OBJECTS: weakref.WeakValueDictionary[int, AttentionA2A] = weakref.WeakValueDictionary()
 _ids = itertools.count(1)
@@ -65,7 +66,7 @@ class Variant:
     """How the fused kernel runs. The defaults are for use, the others for measurement; all ranks must use the same.
 
     Attributes:
-        order: one of `layout.ORDERS`, or `auto`, which is `alternating`.
+        order: one of `layout.ORDERS`, or `auto`: `alternating`, and from `OWN_FIRST_NS` on `own_first`.
         stores: `owner`; `local` (every row into this rank's own memory: the control) or `remote` (every row to the next rank).
         entry: `auto`: the ranks meet before a call only where they must (`AttentionA2A._must_meet`); `always`.
         finish: `wait` (the call ends when the output is complete), `none` (the attention kernel alone, no meeting before
@@ -565,9 +566,11 @@ class AttentionA2A:
         tile_rows, _ = kernel_sm90.tile_shape(self.head_dim, call.causal)
         tile_bytes = tile_rows * self.head_dim * self.dtype.itemsize
         kv_bytes = 2 * layout.sequence * self.head_dim * self.dtype.itemsize
+        order = variant.order
+        if order == "auto":  # as all heads ask for, also in a part
+            order = default_order(layout.sequence, batch * self.heads_per_rank[self.rank], self.head_dim, sms)
         table = lay.tile_table(
-            layout, self.rank, heads=heads, batch=batch, tile_rows=tile_rows, wave=sms,
-            order="alternating" if variant.order == "auto" else variant.order, causal=call.causal,
+            layout, self.rank, heads=heads, batch=batch, tile_rows=tile_rows, wave=sms, order=order, causal=call.causal,
             capacity_tiles=min(sms, sms * lay.KNEE_BYTES_PER_SM // tile_bytes),
             heads_per_section=1 << max(0, (_L2_BYTES // kv_bytes).bit_length() - 1),
         )  # fmt: skip
@@ -763,6 +766,11 @@ def _why_not_fused(device: torch.device, dtype: torch.dtype, head_dim: int, worl
     except ImportError as error:
         return f"the kernel packages are not installed ({error})"
     return ""
+
+
+def default_order(sequence: int, heads: int, head_dim: int, sms: int) -> str:
+    """Of tiles, where nobody asked for one (not causal; heads: of the rank, of all batches together)."""
+    return "own_first" if 4.0 * heads * sequence**2 * head_dim / (SM_FLOP * sms) >= OWN_FIRST_NS else "alternating"
 
 
 def _sms(device: torch.device) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from xstage.attention.overlap import attention_ns, choose, time_ns
+from xstage.attention.overlap import Split, attention_ns, choose, time_ns
 from xstage.burst_gap import knee_bytes_per_producer
 from xstage.calibration.fit import held_out
 from xstage.errors import XStageError
@@ -205,8 +205,9 @@ def _attention_table(results: Path) -> str:
 
 def _bounds(row: dict[str, Any]) -> list[str]:
     """Predicted: the drain of the last burst, and with the stalls of the waves before."""
-    p = row["predicted_residual_ns"]
-    return [f"{p[name] / 1e3:.1f}" if name in p else "–" for name in ("tail", "alternating")]
+    p, order = row["predicted_residual_ns"], row.get("order", "alternating")
+    tail = "tail" if order == "alternating" else f"{order}_tail"
+    return [f"{p[name] / 1e3:.1f}" if name in p else "–" for name in (tail, order)]
 
 
 def _attention_summary_table(results: Path) -> str:
@@ -310,6 +311,26 @@ def _attention_clocks_table(results: Path) -> str:
     return grid(head, rows) + f"\n\n{said}; `results/h200x2/attention.json`."
 
 
+def _link_power_table(results: Path) -> str:
+    over = {"stores": "local", "few": "local", "stores_table": "local_table", "own_first": "local_table", "remote_first": "local_table",
+            "pushed": "local"}  # fmt: skip
+    rows = []
+    for number in (1, 2):
+        for r in _read(results / "h200x2" / f"link-power-{number}.json")["rows"]:
+            times, apart = r["times"], r["apart"]
+
+            def cell(name: str, base: str, times: Any = times, apart: Any = apart) -> str:
+                ns, mhz = times[name]["slowest_ns"] - times[base]["slowest_ns"], apart[name]["clock_mhz"] - apart[name]["base_clock_mhz"]
+                return f"{ns / 1e3:+,.0f} ({mhz:+.0f})"
+
+            cells = [cell(name, base) for name, base in over.items()]
+            rows.append([f"{number}", f"{r['heads']}, {r['sequence']:,}", f"{times['local']['slowest_ns'] / 1e3:,.0f}", *cells])
+    head = ["pair", "H, M", "local", "remote, alternating", "one tile of a head", "alternating, by table", "own first", "remote first",
+            "copies afterwards"]  # fmt: skip
+    said = "µs, slowest rank, medians, over the same with local stores; in brackets: MHz of the mean clock, on the rank that is slowest"
+    return grid(head, rows) + f"\n\n{said}; `results/h200x2/link-power-1.json`, `-2.json`."
+
+
 def _attention_orders_table(results: Path) -> str:
     rows = []
     measured = _read(results / "h200x2" / "attention-orders.json")["rows"]
@@ -368,12 +389,12 @@ def _dit_table(results: Path) -> str:
         times = {n: f"{t['slowest_ns'] / 1e3:,.0f}" for n, t in groups.get("step", {}).items()}
         steps = [step("diffusers_"), times.get("ours_push", "–"), times.get("ours", "–")]
         speedup = f"{d['step_speedup']:.3f}×" if "step_speedup" in d else "–"
-        how = {0: ", copies", None: ""}.get(r.get("rest_ctas"), f", {r.get('rest_ctas')} SMs")
-        first = f"{r['first_heads']}{how}" if "first_heads" in r else "–"
+        splits = [r["split"][group] for group in ("layer", "layer_graph") if group in r.get("split", {})]
+        first = " / ".join(dict.fromkeys(_split_words(*(s or (0, None))) for s in splits)) or "–"
         rows.append([r["name"], f"{r['heads']}, {r['sequence']:,}", *steps, speedup, *exposed(""), *exposed("_graph"), first, *exchange()])
     head = ["model", "heads, tokens", "step, diffusers", "ours, push", "ours, fused", "speedup", "exposed per layer: diffusers",
             "ours, push", "ours, at once", "ours, fused", "share", "in a graph: diffusers", "ours, push", "ours, at once", "ours, fused",
-            "share", "heads first",
+            "share", "heads first / in a graph",
             "q, k, v alone: bound", "one kernel", "all-to-alls"]  # fmt: skip
     world, layers = (content["settings"][name] for name in ("world", "layers"))
     said = f"µs, slowest of {world} ranks, medians; {layers} blocks, random weights, bf16, batch 1; `results/h200x2/dit.json`."
@@ -390,20 +411,42 @@ def _exchange_bound_table(_results: Path) -> str:
     return grid(["model", "heads, tokens", "2 GPUs", "4", "8"], rows) + f"\n\n{said}; platform `h200-nvlink4`."
 
 
+def _split_words(first: int, ctas: int | None) -> str:
+    return "all" if not first else f"{first}, {f'{ctas} SMs' if ctas else 'copies'}"
+
+
 def _overlap_table(_results: Path) -> str:
     rows = []
     for m in DIT_MODELS:
         cells = []
         for world in (2, 4, 8):
             p = overlap_problem(m, world)
-            split = choose(p)
-            how = "all" if split is None else f"{split.first}, {f'{split.ctas} SMs' if split.ctas else 'copies'}"
+            split = choose(p, captured=True)
+            how = _split_words(split.first, split.ctas) if split else _split_words(0, None)
             once, chosen = (f"{(time_ns(p, way) - attention_ns(p)) / 1e3:,.0f}" for way in (None, split))
             cells += [how, once, chosen]
         rows.append([m.name, f"{max(overlap_problem(m, 2).tiles(n) for n in overlap_problem(m, 2).kv_heads) / SMS:.2f}", *cells])
     head = ["model", "waves of attention", "2 GPUs: heads first", "at once", "chosen", "4: heads first", "at once", "chosen",
             "8: heads first", "at once", "chosen"]  # fmt: skip
     return grid(head, rows) + "\n\nµs exposed per layer before attention ends, as `xstage.attention.overlap` expects; not measured."
+
+
+def _overlap_measured_table(results: Path) -> str:
+    """The best split of each model, the same with rows of own heads sent late, and the best that sends the rest otherwise."""
+    rows = []
+    for r in _read(results / "h200x2" / "ulysses-overlap.json")["rows"]:
+        exposed, p = r["exposed_us"], overlap_problem(next(m for m in DIT_MODELS if m.name == r["name"]), 2)
+        splits = {name: Split(*map(int, name.split("_by_"))) for name in exposed if "_by_" in name and not name.endswith("_late")}
+        best = min(splits, key=exposed.__getitem__)
+        other = min((name for name, s in splits.items() if (s.ctas == 0) != (splits[best].ctas == 0)), key=exposed.__getitem__)
+        expected, at_once = ((time_ns(p, way) - attention_ns(p)) / 1e3 for way in (splits[best], None))
+        rows.append([
+            r["name"], f"{exposed['at_once']:.0f} ({at_once:.0f})", f"{_split_words(splits[best].first, splits[best].ctas)}: "
+            f"{exposed[best]:.0f} ({expected:.0f})", f"{exposed[f'{best}_late']:.0f}",
+            f"{_split_words(splits[other].first, splits[other].ctas)}: {exposed[other]:.0f}",
+        ])  # fmt: skip
+    head = ["model", "all at once", "best split: heads first, rest by", "own rows late", "best by other means"]
+    return grid(head, rows) + "\n\nµs; in brackets: expected."
 
 
 def _head_exchange_table(results: Path) -> str:
@@ -589,6 +632,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "dit": _dit_table,
     "exchange-bound": _exchange_bound_table,
     "ulysses-overlap": _overlap_table,
+    "ulysses-measured": _overlap_measured_table,
+    "link-power": _link_power_table,
     "head-exchange": _head_exchange_table,
     "moe": _moe_table,
     "moe-orders": moe_orders_table,

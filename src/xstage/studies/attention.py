@@ -49,7 +49,7 @@ import torch.distributed as dist
 
 from xstage.attention import serial
 from xstage.attention.layout import SequenceLayout
-from xstage.attention.op import AttentionA2A, Variant
+from xstage.attention.op import AttentionA2A, Variant, default_order
 from xstage.bench import timing
 from xstage.errors import XStageError
 from xstage.platform import Platform, load_platform
@@ -86,12 +86,13 @@ FUSED = {
     "local": Variant(stores="local", finish="none"),
     "stores": Variant(finish="none"),
     "fused": Variant(),
-    "local_table": Variant(stores="local", finish="none", start="table"),
-    "stores_table": Variant(finish="none", start="table"),
-    "fused_table": Variant(start="table"),
+    "local_table": Variant(order="alternating", stores="local", finish="none", start="table"),
+    "stores_table": Variant(order="alternating", finish="none", start="table"),
+    "fused_table": Variant(order="alternating", start="table"),
     "plain": Variant(order="plain", finish="none", start="table"),
     "own_last": Variant(order="own_last", finish="none", start="table"),
-    "remote": Variant(stores="remote", finish="none", start="table"),
+    "own_first": Variant(order="own_first", finish="none", start="table"),
+    "remote": Variant(order="alternating", stores="remote", finish="none", start="table"),
     "met": Variant(entry="always"),
 }
 SERIAL = ("nccl", "nccl_graph", "push_graph", "push_engines_graph", *(f"push_{name}" for name in serial.OTHERS))
@@ -100,7 +101,7 @@ GROUPS = {
     "baseline": ("fa4", "fused", *SERIAL, "with_kernel"),
     "forms": ("fa4", "local", "stores", "fused", "local_table", "stores_table", "fused_table"),
     "dit": ("fa4", "local", "stores", "fused", *SERIAL[1:]),
-    "order": ("local_table", "stores_table", "plain", "own_last", "remote", "met", "fused"),
+    "order": ("local_table", "stores_table", "plain", "own_last", "own_first", "remote", "met", "fused"),
     "traffic": ("local", "stores", "local_sent", "local_copied"),
 }
 FORMS = {"computed": "", "table": "_table"}  # of the group `forms`, and the suffix of their variants
@@ -110,11 +111,11 @@ PAIRED = (
     ("copied", "traffic", "local_copied"),
 )  # fmt: skip
 DEFAULT_GROUPS = {"rows": ("residual", "baseline"), "dit": ("dit",)}
-# Each order, and alternating without stalls: the drain of the last burst alone.
+# Each order, and those that are taken by default without stalls: the drain of the last burst alone.
 PREDICTED: dict[str, dict[str, Any]] = {
-    **{order: {"order": order} for order in ("alternating", "plain", "own_last")},
-    "tail": {"order": "alternating", "stalls": False},
-}
+    **{order: {"order": order} for order in ("alternating", "plain", "own_last", "own_first")},
+    "tail": {"order": "alternating", "stalls": False}, "own_first_tail": {"order": "own_first", "stalls": False},
+}  # fmt: skip
 
 
 def derived(times: dict[str, dict[str, timing.Times]]) -> dict[str, float]:
@@ -129,6 +130,7 @@ def derived(times: dict[str, dict[str, timing.Times]]) -> dict[str, float]:
         *((f"readiness_{form}_ns", "forms", f"fused{suffix}", f"stores{suffix}") for form, suffix in FORMS.items()),
         ("residual_alternating_ns", "order", "stores_table", "local_table"), ("residual_plain_ns", "order", "plain", "local_table"),
         ("residual_own_last_ns", "order", "own_last", "local_table"), ("residual_remote_ns", "order", "remote", "local_table"),
+        ("residual_own_first_ns", "order", "own_first", "local_table"),
         ("meeting_ns", "order", "met", "fused"), ("residual_beside_ns", "traffic", "stores", "local"),
         ("sent_ns", "traffic", "local_sent", "local"), ("copied_ns", "traffic", "local_copied", "local"),
     ):  # fmt: skip
@@ -324,13 +326,14 @@ def _row(shape: Shape, groups: Sequence[str], rounds: int, pause_s: float, platf
         }
         attend.check()
         timing.meet()
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
         row: dict[str, Any] = {
             "name": shape.name, "heads": shape.heads, "sequence": shape.sequence, "head_dim": shape.head_dim, "derived": derived(times),
+            "order": default_order(shape.sequence, shape.heads, shape.head_dim, sms),
             "groups": {group: {name: t.to_json() for name, t in measured.items()} for group, measured in times.items()},
             "tflops": {n: round(shape.flop / t.slowest_ns / 1e3, 1) for n, t in times.get("residual", times.get("dit", {})).items()},
             "missing": missing, "remote_rows": {}, "predicted_residual_ns": {},
         }  # fmt: skip
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
         tile_rows, _ = tile_shape(shape.head_dim, False)
         if platform is not None:
             for name, options in PREDICTED.items():
