@@ -15,7 +15,7 @@ Under pytest the file starts that command once and reports each section as a tes
 * refuse: bad arguments in the first call (all ranks refuse), later (the rank alone; its next call meets its peers), and for good (the
   peer's error says why). dead: a peer that never comes.
 * compile: torch.compile(fullgraph=True). fallback: a shape that the kernels cannot take.
-* mxfp4: weights in MXFP4, through `random`, `orders`, `spans` and `replay` again, and by both forms of the kernel; errors are against
+* mxfp4: weights in MXFP4, through `random`, `orders`, `spans` and `replay` again, and by all forms of the kernel; errors are against
   float64 of what the codes stand for.
 
 Not covered: more than one host, speed, compute-sanitizer (sanitize.py).
@@ -243,12 +243,13 @@ def orders(options: argparse.Namespace, format_: str = "fp8") -> None:
 def recorded(options: argparse.Namespace, format_: str = "fp8") -> None:
     import numpy as np
 
+    from xstage.moe.grouped_gemm import ctas_of
     from xstage.moe.spans import Spans, decode
 
     problem = Problem(*MIDDLE, weights=format_)
     with problem.make() as moe:
         pipeline, exchange = moe._kernels, moe._kernels.exchange
-        spans = Spans.of(exchange.layout, moe.intermediate, moe.device)
+        spans = Spans.of(exchange.layout, moe.intermediate, moe.device, ctas_of(moe.device.index))
         for turn, kind in enumerate(KINDS):
             split = format_ == "mxfp4" and turn % 2 == 1
             pipeline.split_rows = 0 if split else 10**6

@@ -1,6 +1,6 @@
 """What the roles of the MoE kernel did when: memory for the records that `spans_sm90` writes, and what they say.
 
-    pipeline.spans = Spans.of(layout, intermediate, device)      # from now on the kernel of both GEMMs records
+    pipeline.spans = Spans.of(layout, intermediate, device, ctas)  # from now on the kernel of both GEMMs records
     pipeline.spans.clear(); …a call…
     said = summary(decode(pipeline.spans.to_numpy()))
 
@@ -61,12 +61,8 @@ class Spans:
         self.records = torch.zeros(ctas, len(ROLES), capacity + 1, RECORD_WORDS, dtype=torch.int32, device=device)
 
     @classmethod
-    def of(cls, layout: BufferLayout, intermediate: int, device: torch.device, ctas: int | None = None) -> Spans:
-        """Enough for every routing of that layout. ctas: None: as many as the kernel has on that GPU."""
-        if ctas is None:
-            from xstage.moe.grouped_gemm import ctas_of
-
-            ctas = ctas_of(device.index)
+    def of(cls, layout: BufferLayout, intermediate: int, device: torch.device, ctas: int) -> Spans:
+        """Enough for every routing of that layout. ctas: of the kernel (`grouped_gemm.ctas_of`)."""
         return cls(ctas, capacity_of(layout, intermediate, ctas), device)
 
     def clear(self) -> None:

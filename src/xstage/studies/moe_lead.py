@@ -199,7 +199,7 @@ def _opened(model: MoEShape, tokens: int, rounds: int, pause_s: float) -> Iterat
         torch.cuda.empty_cache()  # symmetric memory does not come out of torch's cache
         assert moe._kernels is not None
         clusters = torch.cuda.get_device_properties(moe.device).multi_processor_count // 2
-        spans = Spans.of(moe._kernels.exchange.layout, model.intermediate, moe.device)
+        spans = Spans.of(moe._kernels.exchange.layout, model.intermediate, moe.device, 2 * clusters)
         yield partial(_measure, moe, spans, model, tokens, clusters, rounds, pause_s)
         timing.meet()
     torch.cuda.empty_cache()

@@ -253,6 +253,8 @@ def _measure(
     share: float,
 ) -> tuple[dict[str, Any], dict[str, Records]]:  # fmt: skip
     """results: bf16 [rows, hidden], where the control's rows go."""
+    from xstage.moe.grouped_gemm import ctas_of
+
     generator = torch.Generator(device=moe.device).manual_seed(1 + moe.rank)
     x = torch.randn(tokens, model.hidden, device=moe.device, generator=generator, dtype=torch.bfloat16)
     weights = torch.rand(tokens, model.top_k, device=moe.device, generator=generator) / model.top_k
@@ -260,7 +262,7 @@ def _measure(
     counts = [sum(ranks) for ranks in zip(*timing.gather(routing.count(idx, model.experts).tolist()), strict=True)]
     places = torch.arange(len(results), device=moe.device) * (2 * model.hidden) + results.data_ptr()
     layout = next(iter(pipelines.values())).exchange.layout
-    spans = Spans.of(layout, model.intermediate, moe.device)
+    spans = Spans.of(layout, model.intermediate, moe.device, ctas_of(moe.device.index))
     wanted, out = torch.empty_like(x), torch.empty_like(x)
     orders: dict[str, dict[str, list[dict[str, Any]]]] = {}
     kept: dict[str, Records] = {}
