@@ -15,8 +15,7 @@ capacity Q, of which every SM has its share):
 * `own_last`: as `alternating`, but each CTA's last tile stays on its own rank as far as earlier waves can take the peers' tiles
   without exceeding the capacity: the drain of the last burst is what a kernel's end cannot hide.
 * `own_first`: the tiles of all heads that stay on the rank, then peer by peer those of all heads, each rank beginning with the next one.
-  Links that are awake take power, however little they carry (docs/attention.md), and so clock from long attention: here they sleep through
-  the first part.
+  Links that are awake cost long attention clock, however little they carry (docs/attention.md): here they sleep through the first part.
 * `remote_first`: all of a head's remote tiles, then its own; the counterexample of the studies.
 
 Causal attention has tiles of unequal length, which come longest first in every order.

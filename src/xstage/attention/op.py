@@ -247,9 +247,9 @@ class AttentionA2A:
             q: [batch, my rows, all query heads, head dim]. k, v: [batch, my rows, all key/value heads, head dim].
             layout: which rank owns which rows (None: contiguous shards, every rank has as many rows as this one).
             first_heads: so many query heads of every rank are exchanged and attended first, and hide the exchange of the rest. 0: all at
-                once. None: chosen by a model of both (`overlap.choose`), in a CUDA graph also for short layers. Whole key/value groups;
-                the same on every rank; a rank that has fewer gives all. The result has the same bits. Only where attention is fused and
-                the exchange one kernel.
+                once. None: chosen by a model of both (`overlap.choose`); in a CUDA graph also for short layers, and so in the first call
+                of a kind, which a graph may follow. Whole key/value groups; the same on every rank; a rank that has fewer gives all. The
+                result has the same bits. Only where attention is fused and the exchange one kernel.
             Others: as the object's call takes them.
 
         Returns:

@@ -26,7 +26,7 @@ from math import ceil
 from xstage.attention.layout import SequenceLayout, head_parts
 
 LINK = 372.5  # bytes/ns that leave a rank: R of platform `h200-nvlink4`
-MEMORY = 4e3  # bytes/ns, read and written
+MEMORY = 4e3  # bytes/ns, read and written; an estimate, the memory of an H200 can do 4.8e3
 # The next from benchmarks/ulysses_overlap.py: parts alone, and what calls exposed beyond the rest of this model.
 STORES, SENDERS = 41.0, 330.0  # bytes/ns that leave a rank: per SM that sends, and at most, by however many SMs
 BESIDE = 0.08  # of the time that the rest takes

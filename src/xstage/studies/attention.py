@@ -13,9 +13,10 @@ groups, their questions, and the columns that answer them:
   kernels that this machine has (`push_cudnn`, `push_fa3`). Not serial, and so not one of the baselines: FA4 untouched, whose output
   argument lies in the peers' buffers, one launch per destination (`with_kernel`, how the paper fuses FA3).
 * `forms`. A CTA computes its tile, the default (`local`, `stores`, `fused`), or reads it from a table at its start (`…_table`).
+  Of calls shorter than `op.OWN_FIRST_NS`: longer ones read a table by default, in another order.
 * `order`. What the order and the share of remote destinations do to the residual (`stores_table`, which alternates, `plain`, `own_last`,
-  `remote`; all read the tile table, which some orders need), and what a meeting before the call costs, which the first call of a graph
-  makes (`met`).
+  `own_first`, `remote`; all read the tile table, which some orders need), and what a meeting before the call costs, which the first call of
+  a graph makes (`met`).
 * `traffic`. What the same bytes cost that no warp stores: `local` with the copy engines sending a peer's part of an output meanwhile
   (`local_sent`), or moving as much within this GPU's memory (`local_copied`), beside `stores`. If E_res is power or memory, these cost as
   much; if it is what stores do to their SMs, they cost nothing. What is moved is another tensor's rows, all at the kernel's begin; the
