@@ -297,10 +297,7 @@ def our_kernels(shapes: Sequence[str]) -> list[tuple[Callable[..., Any], tuple[A
     for s in map(shape, shapes):
         for codes in (False, True):
             work += grouped_gemm.plain_kernels(s.hidden, s.intermediate, codes)
-            unroll = min(grouped_gemm._unroll(k, codes) for _, k in sizes(s).values())
-            for form in wt.FORMS if codes else wt.FORMS[:1]:
-                more = grouped_gemm._more(codes, form)
-                work.append((grouped_gemm.compiled_gemm, ("both", unroll, None, None, False, 0, *more)))
+            work += [grouped_gemm.both_kernel(s.hidden, s.intermediate, form) for form in (wt.FORMS if codes else (None,))]
     return work
 
 

@@ -34,11 +34,18 @@ def test_machine_code(kind: str, unroll: int, option: float | None, recorded: bo
     assert len(re.findall(r"QGMMA\.64x128x32", code)) == rounds * unroll * 8
     assert len(re.findall(r"gsb0", code)) == rounds * unroll * 4, "ptxas serialised the matrix instructions"
     assert "UTMALDG.2D.MULTICAST" in code
+    assert _descriptors_are_uniform(code)
     assert len(re.findall(r"STG\.E\.128", code)) == (16 if kind in ("rows", "both") else 0)
     assert ("UTMASTG" in code) == (kind != "rows")
     assert len(re.findall(r"LDL|STL", code)) <= 16
     # Of both layers: an entry is taken in one place, and sent to both CTAs.
     assert [len(re.findall(name, code)) for name in (r"ATOMG\.E\.ADD", r"STAS\.128")] == ([1, 1] if kind == "both" else [0, 0])
+
+
+def _descriptors_are_uniform(code: str) -> bool:
+    """No register of a thread goes into a descriptor in the loop over K, where its way to a uniform register would hold up wgmma."""
+    places = [found.start() for found in re.finditer("QGMMA", code)]
+    return "R2UR" not in code[places[0] : places[7]]
 
 
 def test_marks_stand_around_the_stores_of_linear2() -> None:
@@ -92,14 +99,16 @@ def test_machine_code_with_codes(kind: str, option: float | None, sizes: tuple[i
     from xstage.moe import decode_sm90, grouped_gemm
 
     layout = None if sizes is None else BufferLayout(*sizes, direct=True)
-    code = machine_code.of(grouped_gemm.compiled_gemm(kind, 2, option, layout, recorded, 0, form))["sass"]
-    # Of rounds: in the loop over K, split there with one row tile too, and one per layer, each of two stages.
     split = form == "split"
-    products = (2 + split + 2 * (2 if kind == "both" else 1)) * 2
+    unroll = 4 if split else 2
+    code = machine_code.of(grouped_gemm.compiled_gemm(kind, unroll, option, layout, recorded, 0, form))["sass"]
+    # Of rounds: in the loop over K, split there with one row tile too, and one per layer.
+    products = (2 + split + 2 * (2 if kind == "both" else 1)) * unroll
     assert len(re.findall(r"QGMMA\.64x128x32", code)) == products * 4
     assert len(re.findall(r"gsb0", code)) == products * 2, "ptxas serialised the matrix instructions"
     assert bool(re.findall(r"UBLKCP\S*MULTICAST", code)) != split
     assert "UTMALDG.2D.MULTICAST" in code
+    assert _descriptors_are_uniform(code)
     # What the CTAs of a split tile tell each other of a row: its largest element.
     assert len(re.findall(r"\bSTAS(?!\.128)", code)) == split
     starts = [found.start() for found in re.finditer(r"USETMAXREG", code)]
@@ -120,7 +129,7 @@ def test_machine_code_with_codes(kind: str, option: float | None, sizes: tuple[i
     assert len(re.findall(r"STS\.128", decoding)) == tiles * 2 * 8
     assert len(re.findall(r"F2FP", decoding)) == tiles * 4 * 4
     # Not in the loop over K: its halves are the first.
-    assert not re.search(r"\b(LDL)\b", math[: [found.start() for found in re.finditer("gsb0", math)][11 if split else 7]])
+    assert not re.search(r"\b(LDL)\b", math[: [found.start() for found in re.finditer("gsb0", math)][2 * (2 + split) * unroll - 1]])
     assert len(re.findall(r"\b(?:LDL|STL)\b", math)) <= 24
 
 

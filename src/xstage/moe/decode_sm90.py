@@ -4,20 +4,21 @@ A stage of the ring carries codes instead of e4m3, in tiles of 128 weight rows �
 memory: a tile is one bulk copy, which brings the distances of its blocks too. The decoding warps write *halves*, such tiles in e4m3 as
 wgmma reads them (128-byte swizzle), into a ring of their own, in the order in which the math warps multiply.
 
-    loading warp ─ coded ─► decoding warps ─ decoded ─► math warps
-         ▲                          ▲                   │ │
-         │                          └────── free ───────┘ │
-         └──── empty ─────────────────────────────────────┘
+    loading warp ─ coded ─► decoding warps ─ full ─► math warps
+         ▲                         ▲                  │ │
+         │                         └────── free ──────┘ │
+         └──── empty ───────────────────────────────────┘
 
-* `coded` (of a stage): the codes are there. `full`: rows and scales are, for which the math warps wait.
-* `decoded` (of a half): each decoding warp arrives once its lanes have written and made a proxy fence: the matrix unit reads shared memory
-  as the copy engine does.
+* `coded` (of a stage): the codes are there.
+* `full` (of a stage): rows and scales are there, and each decoding warp has arrived, once its lanes have written and made a proxy fence:
+  the matrix unit reads shared memory as the copy engine does.
 * `free` (of a half): each math warp arrives when its wgmma of that half are over.
 * `empty` (of a stage): math warps of both CTAs, when they are done with the stage; then its codes have long been read.
 
 That is a split kernel (`gemm_sm90`), whose stages have one tile each; there are half as many halves as stages. In the other forms a
 stage has two tiles, which may come by multicast; they come with the rows (`full`), decoding warps arrive at `empty` as well, and there are
-`HALVES` halves. A narrow kernel has two decoding warpgroups, one for a stage's first tile and one for its second.
+`HALVES` halves, each with an mbarrier `decoded` of its own. A narrow kernel has two decoding warpgroups, one for a stage's first tile and
+one for its second.
 
 Decoding warps learn like the math warps from a stage's word that there is no more; they need not know which tile a stage belongs to.
 They wait only for what is loaded and for halves that the math warps are about to finish, and these for halves in the order in which they
@@ -46,8 +47,8 @@ AHEAD = 2  # blocks whose codes are loaded before they are needed
 HALF_BYTES = 128 * 128
 THREADS = 512
 WARPS = 4  # of a decoding warpgroup
-# Of a math, a loading and a decoding thread: 128 · (2 · 224 + 32 + 32) is all that an SM has.
-MATH_REGISTERS, LOAD_REGISTERS, DECODE_REGISTERS = 224, 32, 32
+# Of a math, a loading and a decoding thread: 128 · (2 · 224 + 24 + 40) is all that an SM has.
+MATH_REGISTERS, LOAD_REGISTERS, DECODE_REGISTERS = 224, 24, 40
 # Of a narrow kernel, whose two decoding warpgroups keep the 128 that they start with: 128 · (216 + 40 + 2 · 128).
 NARROW_MATH_REGISTERS, NARROW_LOAD_REGISTERS = 216, 40
 
@@ -94,16 +95,16 @@ def decode_stages(
     Args:
         words: int32 [·, stages], shared; row `word` is the word of a stage.
         codes, halves: shared addresses, of a tile of codes per stage, and of half as many decoded ones.
-        rings: mbarriers `coded` of the stages, `decoded` and `free` of the halves. stages: an even number.
+        rings: mbarriers `coded` and `full` of the stages, `free` of the halves. stages: 4, a power of two.
     """
-    coded, decoded, free = rings
+    coded, full, free = rings
     thread, lane = cute.arch.thread_idx()[0] % 128, cute.arch.lane_idx()
     stage, phase = Int32(0), Int32(0)
     cute.arch.mbarrier_wait(coded + stage, phase)
     mine, ahead = words[word, stage], load_ahead(codes, thread)
     while mine >= 0:
-        source, place = codes + stage * TILE_BYTES, stage % (stages // 2)
-        cute.arch.mbarrier_wait(free + place, (stage // (stages // 2)) ^ 1)
+        source, place, done = codes + stage * TILE_BYTES, stage & (stages // 2 - 1), full + stage
+        cute.arch.mbarrier_wait(free + place, (Int32(stage >= stages // 2)) ^ 1)
         decode_tile(source, halves + place * HALF_BYTES, thread, *ahead)
         stage += 1
         if stage == stages:
@@ -116,10 +117,12 @@ def decode_stages(
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         if lane == 0:
-            cute.arch.mbarrier_arrive(decoded + place)
+            cute.arch.mbarrier_arrive(done)
         if not there:
             cute.arch.mbarrier_wait(coded + stage, phase)
             mine, ahead = words[word, stage], load_ahead(codes + stage * TILE_BYTES, thread)
+    if lane == 0:  # the math warps are to see the word too
+        cute.arch.mbarrier_arrive(full + stage)
 
 
 @cute.jit

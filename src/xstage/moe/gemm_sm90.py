@@ -181,7 +181,7 @@ class GroupedGemm(TileLoads):
         @cute.struct
         class Coded:
             codes: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.halves * TILE_BYTES * stages], 128]
-            barriers: cute.struct.MemRange[Int64, 2 * self.ring + (stages if self.split else 0)]
+            barriers: cute.struct.MemRange[Int64, self.ring + (stages if self.split else self.ring)]
             exchanged: cute.struct.MemRange[Int64, 4]
             largest: cute.struct.Align[cute.struct.MemRange[Float32, 512 if self.split else 4], 16]
 
@@ -231,9 +231,11 @@ class GroupedGemm(TileLoads):
         codes, decoded, free, coded = None, None, None, None
         if const_expr(self.codes):
             own = SmemAllocator().allocate(self.coded)
-            codes, decoded = Int32(own.codes.data_ptr().toint()), own.barriers.data_ptr()
-            free = decoded + self.ring
-            coded = free + self.ring
+            codes, free = Int32(own.codes.data_ptr().toint()), own.barriers.data_ptr()
+            if const_expr(self.split):
+                coded, decoded = free + self.ring, full  # a stage is full when its rows are there and its codes are decoded
+            else:
+                decoded = free + self.ring
             for epilogue in self.epilogues:
                 epilogue.member, epilogue.exchanged = member, own.exchanged.data_ptr()
                 epilogue.largest = Int32(own.largest.data_ptr().toint())
@@ -244,14 +246,15 @@ class GroupedGemm(TileLoads):
                     cpasync.prefetch_descriptor(source[2][0])
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(full + i, 1)
+                    cute.arch.mbarrier_init(full + i, 1 + (decode_sm90.WARPS if self.split else 0))
                     # Every math warp of both CTAs, and every decoding warp; split: these have long read what math warps are done with.
                     decoding = 0 if self.split else decode_sm90.WARPS * self.decoders
                     cute.arch.mbarrier_init(empty + i, (4 * self.groups + decoding) * CLUSTER)
                 if const_expr(self.codes):
                     for i in cutlass.range_constexpr(self.ring):
-                        cute.arch.mbarrier_init(decoded + i, decode_sm90.WARPS)
                         cute.arch.mbarrier_init(free + i, 4 * self.groups)
+                        if const_expr(not self.split):
+                            cute.arch.mbarrier_init(decoded + i, decode_sm90.WARPS)
                 if const_expr(self.split):
                     for i in cutlass.range_constexpr(self.stages):
                         cute.arch.mbarrier_init(coded + i, 1)
@@ -307,7 +310,7 @@ class GroupedGemm(TileLoads):
                         cute.arch.setmaxregister_decrease(decode_sm90.DECODE_REGISTERS)
                     halves, words = Int32(shared.w.data_ptr().toint()), words_of(s_scales)
                     if const_expr(self.split):
-                        decode_sm90.decode_stages(words, self.word, codes, halves, (coded, decoded, free), self.stages)
+                        decode_sm90.decode_stages(words, self.word, codes, halves, (coded, full, free), self.stages)
                     else:
                         decode_sm90.decode_pairs(words, self.word, codes, halves, rings, self.stages, CLUSTER, tile)
                 else:
@@ -324,7 +327,8 @@ class GroupedGemm(TileLoads):
         thread = cute.arch.thread_idx()[0]
         cute.arch.setmaxregister_increase(self.registers[0])
         full = rings[0]
-        slice_ = start.get_slice(thread)
+        # Of a whole warpgroup, whichever thread this is: so the descriptors of what wgmma reads stay in uniform registers.
+        slice_ = start.get_slice(cute.arch.make_warp_uniform(thread // 128) * 128)
         start.set(warpgroup.Field.ACCUMULATE, False)
         go_on.set(warpgroup.Field.ACCUMULATE, True)
         r_a = start.make_fragment_A(slice_.partition_A(slots[0]))
@@ -353,13 +357,14 @@ class GroupedGemm(TileLoads):
                     self.epilogues[0].warm(m)
             else:
                 self.epilogues[0].warm(m)
-            idle, blocks = Int32(0), Int32(0)
+            idle, blocks, real = Int32(0), Int32(0), None
             if const_expr(self.narrow):
                 self.epilogues[0].last = word & 1
             elif const_expr(self.split):
                 for epilogue in self.epilogues:
                     epilogue.single, epilogue.turn, epilogue.flip = word & 1, turn & 1, turn >> 1
                 blocks = words_of(s_scales)[self.few, base] - thread // 128
+                real = (blocks > 0, blocks > 2)
             elif const_expr(two):
                 idle = words_of(s_scales)[self.few, base] * (thread // 128)
             for _ in cutlass.range(rounds // self.unroll - 1, unroll=1):
@@ -384,9 +389,9 @@ class GroupedGemm(TileLoads):
                 staged = layer ^ 1
             if const_expr(two):
                 if layer == 1:
-                    self._round(1, fixed, base, phase, turn, m, n, layer)
+                    self._round(1, fixed, base, phase, turn, m, n, layer, 2, real)
                 else:
-                    self._round(0, fixed, base, phase, turn, m, n, layer)
+                    self._round(0, fixed, base, phase, turn, m, n, layer, 2, real)
             else:
                 self._round(0, fixed, base, phase, turn, m, n, layer)
             base, phase, turn = self._next(base, phase, turn)
@@ -432,53 +437,54 @@ class GroupedGemm(TileLoads):
 
     @cute.jit
     def _round(
-        self, last: cutlass.Constexpr[int], fixed, base, phase, turn, m, n, layer, products: cutlass.Constexpr[int] = 2
+        self, last: cutlass.Constexpr[int], fixed, base, phase, turn, m, n, layer, products: cutlass.Constexpr[int] = 2, real: Any = None,
     ) -> None:  # fmt: skip
         """`unroll` stages from `base` on.
 
         last: the layer if these are the tile's last, else -1. Then its first half goes through the epilogue under the second's last wgmma.
         products: of 64 × 128, per stage; split: 1 where the second row tile has nothing for this warpgroup.
+        real: of the last of a split tile, which of both products have real rows; the others are left out but in the last stage, where the
+        second's hides the epilogue.
         """
-        start, go_on, product, first, second, r_a, r_w, s_scales, (full, empty, decoded, free), marks = fixed
+        product, first, second, _, _, s_scales, (full, empty, decoded, free), marks = fixed[2:]
         thread = stores.thread_anew() if const_expr(self.codes) else cute.arch.thread_idx()[0]
-        row = thread // 32 * 16 + thread % 32 // 4  # this thread's first row of the tile; the other is 8 below
+        row = (thread >> 5) * 16 + ((thread >> 2) & 7)  # this thread's first row of the tile; the other is 8 below
         for i in cutlass.range_constexpr(self.unroll):
             stage = base + i if const_expr(self.unroll < self.stages) else i
             if const_expr(self.codes):
                 stage = stage + stores.zero_anew()
             cute.arch.mbarrier_wait(full + stage, phase)
-            upper, lower = s_scales[(row, stage)], s_scales[(row + 8, stage)]
-            # Column block j of 8 within a wgmma: where gate and up take turns, the tile's two scales do; else each half has one.
-            turns = layer ^ 1 if const_expr(len(self.epilogues) == 2) else int(self.epilogues[0].alternating)
-            at = self.word - 4 + n % 2 * 2
+            rows = [(s_scales[(row, stage)], s_scales[(row + 8, stage)])] * 2
+            if const_expr(self.split and products == 2):
+                rows[1] = (s_scales[(row + TILE_M, stage)], s_scales[(row + TILE_M + 8, stage)])
+            columns: Any = None
+            if const_expr(self.codes):  # before the wgmma: between two of a product a load's wait would hold up the second
+                columns = [self._column_scales(s_scales, stage, half, n, layer) for half in range(products)]
             for half in cutlass.range_constexpr(products):
-                even, odd = (at, at + turns) if const_expr(half == 0) else (at + (1 - turns), at + 1)
                 place, slot = stage * 2 + half, stage
                 if const_expr(self.split):
-                    even = at + self.epilogues[0].member * (1 - turns)
-                    odd = even + turns
-                    place, slot = i, stage * 2 + half
-                    if const_expr(half == 0):
-                        cute.arch.mbarrier_wait(decoded + place, base // self.ring)
-                    else:
-                        upper, lower = s_scales[(row + TILE_M, stage)], s_scales[(row + TILE_M + 8, stage)]
+                    place, slot = i & (self.ring - 1), stage * 2 + half
                 elif const_expr(self.codes):
                     place, flip = decode_sm90.half_of(turn, 2 * i + half)
                     cute.arch.mbarrier_wait(decoded + place, flip)
-                warpgroup.fence()
-                for k in cutlass.range_constexpr(4):
-                    mma = start if const_expr(k == 0) else go_on
-                    cute.gemm(mma, product, r_a[(None, None, k, slot)], r_w[(None, None, k, place)], product)
-                warpgroup.commit_group()
-                scales = (s_scales[(even, stage)], s_scales[(odd, stage)])
-                factors = [(row_scale * scales[0], row_scale * scales[1]) for row_scale in (upper, lower)]
-                if const_expr(last >= 0 and i == self.unroll - 1 and half == 1):
-                    if const_expr(self.recorded):
-                        spans_sm90.mark(marks[0], spans_sm90.MATH, HALF_START)
-                    self.epilogues[last].half(0, first, second, m, n)
-                    if const_expr(self.recorded):
-                        spans_sm90.mark(marks[0], spans_sm90.MATH, HALF_END)
-                warpgroup.wait_group(0)
+                ends = last >= 0 and i == self.unroll - 1
+                if const_expr(real is not None and not ends):
+                    if real[half]:
+                        self._issue(fixed, slot, place)
+                        factors = self._factors(rows[half], columns[half])
+                        warpgroup.wait_group(0)
+                        self._add(second if const_expr(half == 1) else first, product, *factors)
+                else:
+                    self._issue(fixed, slot, place)
+                    column_scales = columns[half] if const_expr(self.codes) else self._column_scales(s_scales, stage, half, n, layer)
+                    factors = self._factors(rows[half], column_scales)
+                    if const_expr(ends and half == 1):
+                        if const_expr(self.recorded):
+                            spans_sm90.mark(marks[0], spans_sm90.MATH, HALF_START)
+                        self.epilogues[last].half(0, first, second, m, n)
+                        if const_expr(self.recorded):
+                            spans_sm90.mark(marks[0], spans_sm90.MATH, HALF_END)
+                    warpgroup.wait_group(0)
                 if const_expr(self.codes and (half == products - 1 or not self.split)):
                     if cute.arch.lane_idx() == 0:
                         cute.arch.mbarrier_arrive(free + place)
@@ -486,13 +492,39 @@ class GroupedGemm(TileLoads):
                     lane = cute.arch.lane_idx()
                     if lane < CLUSTER:  # the slot was filled from both CTAs, so both must know that it is free
                         cute.arch.mbarrier_arrive(empty + stage, lane)
-                self._add(second if const_expr(half == 1) else first, product, *factors)
+                if const_expr(real is None or ends):
+                    self._add(second if const_expr(half == 1) else first, product, *factors)
         if const_expr(last >= 0):
             if const_expr(self.recorded):
                 spans_sm90.mark(marks[0], spans_sm90.MATH, MAIN_END)
             self.epilogues[last].half(1, first, second, m, n)
             if const_expr(self.recorded):
                 spans_sm90.close(marks[0], spans_sm90.MATH, END, marks[1])
+
+    def _column_scales(self, s_scales: cute.Tensor, stage: Any, half: int, n: Int32, layer: Any) -> tuple[Any, Any]:
+        """Of the weight, for column blocks 0, 2, … and 1, 3, … of 8 within a product's 128 columns."""
+        # Where gate and up take turns, the tile's two scales do; else each half has one.
+        turns = layer ^ 1 if len(self.epilogues) == 2 else int(self.epilogues[0].alternating)
+        at = self.word - 4 + n % 2 * 2
+        if self.split:
+            even = at + self.epilogues[0].member * (1 - turns)
+            odd = even + turns
+        else:
+            even, odd = (at, at + turns) if half == 0 else (at + (1 - turns), at + 1)
+        return s_scales[(even, stage)], s_scales[(odd, stage)]
+
+    def _factors(self, rows: tuple[Any, Any], columns: tuple[Any, Any]) -> list[tuple[Any, Any]]:
+        return [(row * columns[0], row * columns[1]) for row in rows]
+
+    @cute.jit
+    def _issue(self, fixed, slot, place) -> None:
+        """The wgmma of a product: this warpgroup's rows in a slot times the 128 columns in a place."""
+        start, go_on, product, _, _, r_a, r_w = fixed[:7]
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(4):
+            mma = start if const_expr(k == 0) else go_on
+            cute.gemm(mma, product, r_a[(None, None, k, slot)], r_w[(None, None, k, place)], product)
+        warpgroup.commit_group()
 
     @cute.jit
     def _pass(self, rings, base, phase, turn) -> None:
@@ -503,9 +535,8 @@ class GroupedGemm(TileLoads):
             stage = base + i
             cute.arch.mbarrier_wait(full + stage, phase)
             if const_expr(self.split):
-                cute.arch.mbarrier_wait(decoded + i, base // self.ring)
                 if lane == 0:
-                    cute.arch.mbarrier_arrive(free + i)
+                    cute.arch.mbarrier_arrive(free + (i & (self.ring - 1)))
             elif const_expr(self.codes):
                 for half in cutlass.range_constexpr(2):
                     place, flip = decode_sm90.half_of(turn, half)

@@ -101,8 +101,9 @@ def both(
     if form == "narrow" and (spans is not None or a.shape[0] // 64 > MAX_ROW_TILES):
         raise XStageError(f"form: 'narrow' needs no spans, and at most {64 * MAX_ROW_TILES} rows; there are {a.shape[0]}")
     spare = 0 if layout is None or layout.middle(middle.shape[1]) is None else SPARE_TILES
-    unroll = min(_unroll(a.shape[1], codes), _unroll(middle.shape[1], codes))
-    kernel = compiled_gemm("both", unroll, clamp, layout, spans is not None, spare, *_more(codes, form))
+    given_form = form if codes else None
+    unroll = _unroll(given_form, a.shape[1], middle.shape[1])
+    kernel = compiled_gemm("both", unroll, clamp, layout, spans is not None, spare, *_more(given_form))
     layers = (
         (a, _matrix(weight1), a_scales, weight1_scales.flatten(2)),
         (middle, _matrix(weight2), middle_scales, weight2_scales),
@@ -122,12 +123,13 @@ def kernels(
 ) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:  # fmt: skip
     """What a layer's calls compile, with the arguments. layout: of the kernel that sends rows too; None: one GEMM after the other.
     recorded: with spans. codes: weights are MXFP4."""
-    first, second = _unroll(hidden, codes), _unroll(intermediate, codes)
     if layout is not None:
         spare = 0 if layout.middle(intermediate) is None else SPARE_TILES
-        options = ("both", min(first, second), clamp, layout, recorded, spare)
-        return [(compiled_gemm, (*options, *_more(codes, form))) for form in (forms(layout, recorded) if codes else ("wide",))]
-    return [_work("swiglu", first, clamp, codes), _work("rows", second, None, codes)]
+        made: tuple[str | None, ...] = forms(layout, recorded) if codes else (None,)
+        return [
+            (compiled_gemm, ("both", _unroll(form, hidden, intermediate), clamp, layout, recorded, spare, *_more(form))) for form in made
+        ]
+    return [_work("swiglu", hidden, clamp, codes), _work("rows", intermediate, None, codes)]
 
 
 def forms(layout: BufferLayout, recorded: bool) -> tuple[str, ...]:
@@ -138,22 +140,27 @@ def forms(layout: BufferLayout, recorded: bool) -> tuple[str, ...]:
 def plain_kernels(hidden: int, intermediate: int, codes: bool = False) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
     """What `plain` compiles for both layers, with the arguments."""
     sizes = ((LINEAR1, hidden), (LINEAR2, intermediate))
-    return [_work("plain", _unroll(depth, codes), which, codes) for which, depth in sizes]
+    return [_work("plain", depth, which, codes) for which, depth in sizes]
 
 
-def _work(kind: str, unroll: int, option: Any, codes: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def both_kernel(hidden: int, intermediate: int, form: str | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What `both` compiles without a layout, with the arguments. form: None: weights are fp8."""
+    return compiled_gemm, ("both", _unroll(form, hidden, intermediate), None, None, False, 0, *_more(form))
+
+
+def _work(kind: str, depth: int, option: Any, codes: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A kernel of one layer with the arguments that `_compiled` gives, for they are part of its name on disk."""
-    return compiled_gemm, (kind, unroll, option, *((None, False, 0, "wide") if codes else ()))
+    form = "wide" if codes else None
+    return compiled_gemm, (kind, _unroll(form, depth), option, *((None, False, 0, form) if codes else ()))
 
 
 def _compiled(kind: str, weight: torch.Tensor, option: Any = None) -> Any:
-    codes = weight.dim() == 4
-    compiled, options = _work(kind, _unroll(weight.shape[2] * TILE_K, codes), option, codes)
+    compiled, options = _work(kind, weight.shape[2] * TILE_K, option, weight.dim() == 4)
     return compiled(*options)
 
 
-def _more(codes: bool, form: str) -> tuple[str, ...]:
-    return (form,) if codes else ()
+def _more(form: str | None) -> tuple[str, ...]:
+    return () if form is None else (form,)
 
 
 def _matrix(weight: torch.Tensor) -> torch.Tensor:
@@ -161,12 +168,14 @@ def _matrix(weight: torch.Tensor) -> torch.Tensor:
     return weight.view(-1, weight.shape[2] * weight.shape[3] if weight.dim() == 4 else TILE_K)
 
 
-def _unroll(depth: int, codes: bool = False) -> int:
-    """Stages of a round: K is a whole number of rounds. With codes math threads have 8 registers fewer, and longer rounds spill."""
-    for unroll in (2,) if codes else (4, 2):
-        if depth % (TILE_K * unroll) == 0:
-            return unroll
-    raise XStageError(f"a: K is {depth}; it must be a multiple of {2 * TILE_K}")
+def _unroll(form: str | None, *depths: int) -> int:
+    """Stages of a round: K of every layer is a whole number of rounds. form: None: weights are fp8. Longer rounds make the wide and the
+    narrow form slower."""
+    for depth in depths:
+        if depth % (2 * TILE_K):
+            raise XStageError(f"a: K is {depth}; it must be a multiple of {2 * TILE_K}")
+    long = form in (None, "split") and all(depth % (4 * TILE_K) == 0 for depth in depths)
+    return 4 if long else 2
 
 
 def _launch(
