@@ -53,7 +53,7 @@ bits; which is taken when: `work_table`.
   128 × 128 of the weight for 256 rows, half of what it would decode for a row tile of its own, and shared memory, which then is what
   limits it, moves 9% less. Rows come by multicast, half of them from either CTA. A math warpgroup has 64 rows of either row tile. An entry
   whose CTAs share the rows is a single row tile; its two column tiles pass one after the other, and a warpgroup multiplies once per stage
-  instead of twice; products without any real row are left out, but those of the last stage. A scale of Linear-1's output is that of 128
+  instead of twice; products without any real row are left out. A scale of Linear-1's output is that of 128
   columns, of which a CTA has half: both tell the other their rows' largest (`st.async`). CTAs count in `ready` what they have of a row tile
   each, so it is complete at twice its column tiles.
 * Narrow (of two layers): for experts of few rows, where decoding takes longer than multiplying. One warpgroup multiplies, 64
@@ -444,10 +444,10 @@ class GroupedGemm(TileLoads):
 
         last: the layer if these are the tile's last, else -1. Then its first half goes through the epilogue under the second's last wgmma.
         products: of 64 × 128, per stage; split: 1 where the second row tile has nothing for this warpgroup.
-        real: of the last of a split tile, which of both products have real rows; the others are left out but in the last stage, where the
-        second's hides the epilogue.
+        real: of the last of a split tile, which of both products have real rows; the others are left out.
         """
-        product, first, second, _, _, s_scales, (full, empty, decoded, free), marks = fixed[2:]
+        first, second, _, _, s_scales, rings, marks = fixed[3:]
+        full, _, decoded, _ = rings
         thread = stores.thread_anew() if const_expr(self.codes) else cute.arch.thread_idx()[0]
         row = (thread >> 5) * 16 + ((thread >> 2) & 7)  # this thread's first row of the tile; the other is 8 below
         for i in cutlass.range_constexpr(self.unroll):
@@ -468,39 +468,65 @@ class GroupedGemm(TileLoads):
                 elif const_expr(self.codes):
                     place, flip = decode_sm90.half_of(turn, 2 * i + half)
                     cute.arch.mbarrier_wait(decoded + place, flip)
-                ends = last >= 0 and i == self.unroll - 1
-                if const_expr(real is not None and not ends):
+                # Under the tile's last wgmma its first half's epilogue runs.
+                ending = last if last >= 0 and i == self.unroll - 1 and half == 1 else -1
+                given = (fixed, half, slot, place, stage, rows[half], columns, m, n, layer)
+                if const_expr(real is not None):
                     if real[half]:
-                        self._issue(fixed, slot, place)
-                        factors = self._factors(rows[half], columns[half])
-                        warpgroup.wait_group(0)
-                        self._add(second if const_expr(half == 1) else first, product, *factors)
+                        self._product(ending, half == products - 1, given)
+                    else:
+                        if const_expr(ending >= 0):
+                            self._first_half(ending, first, second, m, n, marks)
+                        self._done(half == products - 1, stage, place, rings)
                 else:
-                    self._issue(fixed, slot, place)
-                    column_scales = columns[half] if const_expr(self.codes) else self._column_scales(s_scales, stage, half, n, layer)
-                    factors = self._factors(rows[half], column_scales)
-                    if const_expr(ends and half == 1):
-                        if const_expr(self.recorded):
-                            spans_sm90.mark(marks[0], spans_sm90.MATH, HALF_START)
-                        self.epilogues[last].half(0, first, second, m, n)
-                        if const_expr(self.recorded):
-                            spans_sm90.mark(marks[0], spans_sm90.MATH, HALF_END)
-                    warpgroup.wait_group(0)
-                if const_expr(self.codes and (half == products - 1 or not self.split)):
-                    if cute.arch.lane_idx() == 0:
-                        cute.arch.mbarrier_arrive(free + place)
-                if const_expr(half == products - 1):
-                    lane = cute.arch.lane_idx()
-                    if lane < CLUSTER:  # the slot was filled from both CTAs, so both must know that it is free
-                        cute.arch.mbarrier_arrive(empty + stage, lane)
-                if const_expr(real is None or ends):
-                    self._add(second if const_expr(half == 1) else first, product, *factors)
+                    self._product(ending, half == products - 1, given)
         if const_expr(last >= 0):
             if const_expr(self.recorded):
                 spans_sm90.mark(marks[0], spans_sm90.MATH, MAIN_END)
             self.epilogues[last].half(1, first, second, m, n)
             if const_expr(self.recorded):
                 spans_sm90.close(marks[0], spans_sm90.MATH, END, marks[1])
+
+    @cute.jit
+    def _product(self, ending: cutlass.Constexpr[int], whole: cutlass.Constexpr[bool], given) -> None:
+        """This warpgroup's rows in a slot times the 128 columns in a place, added to its sums.
+
+        ending: the layer whose first half's epilogue runs meanwhile, or −1. whole: it is the stage's last.
+        """
+        fixed, half, slot, place, stage, rows, columns, m, n, layer = given
+        start, go_on, product, first, second, r_a, r_w, s_scales, rings, marks = fixed
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(4):
+            mma = start if const_expr(k == 0) else go_on
+            cute.gemm(mma, product, r_a[(None, None, k, slot)], r_w[(None, None, k, place)], product)
+        warpgroup.commit_group()
+        scales = columns[half] if const_expr(self.codes) else self._column_scales(s_scales, stage, half, n, layer)
+        factors = [(row * scales[0], row * scales[1]) for row in rows]
+        if const_expr(ending >= 0):
+            self._first_half(ending, first, second, m, n, marks)
+        warpgroup.wait_group(0)
+        self._done(whole, stage, place, rings)
+        self._add(second if const_expr(half == 1) else first, product, *factors)
+
+    @cute.jit
+    def _first_half(self, last: cutlass.Constexpr[int], first, second, m, n, marks) -> None:
+        if const_expr(self.recorded):
+            spans_sm90.mark(marks[0], spans_sm90.MATH, HALF_START)
+        self.epilogues[last].half(0, first, second, m, n)
+        if const_expr(self.recorded):
+            spans_sm90.mark(marks[0], spans_sm90.MATH, HALF_END)
+
+    @cute.jit
+    def _done(self, whole: cutlass.Constexpr[bool], stage, place, rings) -> None:
+        """This warp needs the product's operands no more; `whole`: nor anything else of the stage."""
+        _, empty, _, free = rings
+        lane = cute.arch.lane_idx()
+        if const_expr(self.codes and (whole or not self.split)):
+            if lane == 0:
+                cute.arch.mbarrier_arrive(free + place)
+        if const_expr(whole):
+            if lane < CLUSTER:  # the slot was filled from both CTAs, so both must know that it is free
+                cute.arch.mbarrier_arrive(empty + stage, lane)
 
     def _column_scales(self, s_scales: cute.Tensor, stage: Any, half: int, n: Int32, layer: Any) -> tuple[Any, Any]:
         """Of the weight, for column blocks 0, 2, … and 1, 3, … of 8 within a product's 128 columns."""
@@ -513,19 +539,6 @@ class GroupedGemm(TileLoads):
         else:
             even, odd = (at, at + turns) if half == 0 else (at + (1 - turns), at + 1)
         return s_scales[(even, stage)], s_scales[(odd, stage)]
-
-    def _factors(self, rows: tuple[Any, Any], columns: tuple[Any, Any]) -> list[tuple[Any, Any]]:
-        return [(row * columns[0], row * columns[1]) for row in rows]
-
-    @cute.jit
-    def _issue(self, fixed, slot, place) -> None:
-        """The wgmma of a product: this warpgroup's rows in a slot times the 128 columns in a place."""
-        start, go_on, product, _, _, r_a, r_w = fixed[:7]
-        warpgroup.fence()
-        for k in cutlass.range_constexpr(4):
-            mma = start if const_expr(k == 0) else go_on
-            cute.gemm(mma, product, r_a[(None, None, k, slot)], r_w[(None, None, k, place)], product)
-        warpgroup.commit_group()
 
     @cute.jit
     def _pass(self, rings, base, phase, turn) -> None:
