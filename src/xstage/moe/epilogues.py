@@ -39,7 +39,8 @@ class Epilogue:
     """What the parts have in common. `staging_bytes` of shared memory are theirs.
 
     split: half i is not 128 columns of row tile m, but of row tile m + i the 128 columns that this CTA has, the first or the second of the
-    tile (`member`); where row tile m is alone (`single`), half 1 is of nothing and goes nowhere.
+    tile (`member`); where row tile m is alone (`single`), half 1 is of nothing and goes nowhere. `real`: which halves have any row of this
+    warpgroup; the sums of the others are zeros.
 
     alternating: column blocks of 8 take turns in having the first and the second scale of the tile (gate and up); else the first
     128 columns have the first, the others the second. groups: math warpgroups, of 64 rows each; row tiles m count groups · 64 rows.
@@ -52,6 +53,7 @@ class Epilogue:
     # Of a split kernel, at run time: its CTA, whether the row tile is alone, memory and mbarriers for what the CTAs tell each other.
     member: Any = 0
     single: Any = 0
+    real: Any = None
     largest: Any = None
     exchanged: Any = None
 
@@ -185,15 +187,23 @@ class SwigluFp8(Epilogue):
     @cute.jit
     def half(self, i: cutlass.Constexpr[int], first: cute.Tensor, second: cute.Tensor, m: Int32, n: Int32) -> None:
         sums = second if const_expr(i == 1) else first
-        for r in cutlass.range_constexpr(2):
-            for j in cutlass.range_constexpr(0, 16, 2):
-                for e in cutlass.range_constexpr(2):
-                    # The result takes the gate's place.
-                    sums[((e, r, j), 0, 0)] = self._swiglu(sums[((e, r, j), 0, 0)], sums[((e, r, j + 1), 0, 0)])
+        if const_expr(self.split):
+            if self.real[i]:  # else they are zeros
+                self._activate(sums)
+        else:
+            self._activate(sums)
         if const_expr(i == 1):
             self._finish(first, second, m, n)
             first.fill(0.0)
             second.fill(0.0)
+
+    @cute.jit
+    def _activate(self, sums: cute.Tensor) -> None:
+        """SwiGLU; the result takes the gate's place."""
+        for r in cutlass.range_constexpr(2):
+            for j in cutlass.range_constexpr(0, 16, 2):
+                for e in cutlass.range_constexpr(2):
+                    sums[((e, r, j), 0, 0)] = self._swiglu(sums[((e, r, j), 0, 0)], sums[((e, r, j + 1), 0, 0)])
 
     @cute.jit
     def end(self) -> None:
@@ -356,8 +366,8 @@ class RowsToSlots(Epilogue):
     @cute.jit
     def half(self, i: cutlass.Constexpr[int], first: cute.Tensor, second: cute.Tensor, m: Int32, n: Int32) -> None:
         sums = second if const_expr(i == 1) else first
-        if const_expr(self.split and i == 1):
-            if self.single == 0:
+        if const_expr(self.split):
+            if self.real[i]:
                 self._send(i, sums, m, n)
         else:
             self._send(i, sums, m, n)

@@ -366,6 +366,8 @@ class GroupedGemm(TileLoads):
                     epilogue.single, epilogue.turn, epilogue.flip = word & 1, turn & 1, turn >> 1
                 blocks = words_of(s_scales)[self.few, base] - thread // 128
                 real = (blocks > 0, blocks > 2)
+                for epilogue in self.epilogues:
+                    epilogue.real = real
             elif const_expr(two):
                 idle = words_of(s_scales)[self.few, base] * (thread // 128)
             for _ in cutlass.range(rounds // self.unroll - 1, unroll=1):
