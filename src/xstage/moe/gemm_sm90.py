@@ -50,12 +50,11 @@ bits; which is taken when: `work_table`.
 
 * Wide: stages have two tiles of codes instead of two of e4m3.
 * Split (of two layers): a cluster's two CTAs take the same two row tiles of an entry, and 128 of its 256 columns each. So a CTA decodes
-  128 × 128 of the weight for 256 rows, half of what it would decode for a row tile of its own, and shared memory, which then is what
-  limits it, moves 9% less. Rows come by multicast, half of them from either CTA. A math warpgroup has 64 rows of either row tile. An entry
-  whose CTAs share the rows is a single row tile; its two column tiles pass one after the other, and a warpgroup multiplies once per stage
-  instead of twice; products without any real row are left out. A scale of Linear-1's output is that of 128
-  columns, of which a CTA has half: both tell the other their rows' largest (`st.async`). CTAs count in `ready` what they have of a row tile
-  each, so it is complete at twice its column tiles.
+  128 × 128 of the weight for 256 rows, half of what it would decode for a row tile of its own, and shared memory moves 9% less. Rows come
+  by multicast, half of them from either CTA. A math warpgroup has 64 rows of either row tile. An entry whose CTAs share the rows is a
+  single row tile; its two column tiles pass one after the other, and a warpgroup multiplies once per stage instead of twice; products
+  without any real row are left out. A scale of Linear-1's output is that of 128 columns, of which a CTA has half: both tell the other
+  their rows' largest (`st.async`). CTAs count in `ready` what they have of a row tile each, so it is complete at twice its column tiles.
 * Narrow (of two layers): for experts of few rows, where decoding takes longer than multiplying. One warpgroup multiplies, 64
   rows, two decode, and of the memory that 64 rows fewer leave there are six stages. A tile whose second 64 rows are not all padding, or
   whose neighbour in the cluster has such, passes twice through the ring; `ready` counts it after the second time. Its words count rows by

@@ -44,8 +44,8 @@ from xstage.simulate.row_plan import row_plan
 
 STEP_NS = 50.0
 # Items of a sending warp take 16.4 µs with 4 windows and 10.0 µs with 2 (median items of Qwen3.5 and Qwen3-30B with all results local,
-# f = 1/2, both orders, results/h200x2/moe-spans.json): 3.2 µs a window. Beside 3.1 µs until the last one has arrived (`latency_ns` of the
-# platform) and 0.3 µs in which one CTA's window drains, 0.2 µs are left for all that stands before.
+# f = 1/2, both orders, results/h200x2/moe-spans-earlier.json): 3.2 µs a window. Beside 3.1 µs until the last one has arrived (`latency_ns`
+# of the platform) and 0.3 µs in which one CTA's window drains, 0.2 µs are left for all that stands before.
 SEND_WINDOW_NS, SEND_BEGIN_NS = 3200.0, 200.0
 RESULT_BYTES, STAGE_COLUMNS, CLUSTER = 2, 128, 2
 ITEM_WORDS_BYTES = 12  # a row's weight and the address of its slot
