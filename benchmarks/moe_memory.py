@@ -31,7 +31,7 @@ from xstage.moe import work_table as wt
 from xstage.moe.work_table import TAKEN_BEFORE
 
 PIECE, CACHE = 16 * 1024, 30 * 1024 * 1024
-CLUSTERS, STAGE_US, EPILOGUE_US, SPREAD = 66, 0.87, 1.9, 0.02  # measured: `results/h200x2/moe-spans.json`
+CLUSTERS, STAGE_US, EPILOGUE_US, SPREAD = 66, 0.87, 1.9, 0.02  # measured: `results/h200x2/moe-spans-earlier.json`
 SHAPES = {"Qwen3.5": (256, 4096, 1024, 320), "Hy3": (96, 4096, 1536, 683)}  # experts of a rank, hidden, intermediate, rows of an expert
 ORDERS = {"Linear-1 first": ("interleaved", 10**6), "interleaved": ("interleaved", None), "expert-wave": ("expert_wave", None)}
 
