@@ -151,6 +151,7 @@ def cases(rank: int, world: int) -> None:
 
     plain_torch(rank, world, w1, w2)
     four_bits(rank, world, w1, w2, arguments)
+    several_layers(rank, world, arguments)
 
 
 def plain_torch(rank: int, world: int, w1: torch.Tensor, w2: torch.Tensor) -> None:
@@ -216,6 +217,44 @@ def four_bits(rank: int, world: int, w1: torch.Tensor, w2: torch.Tensor, argumen
         assert torch.equal(moe(rows, *parts[rank][1:], x_scales=scales), expected)
         if world <= 2:  # tracing is slow
             assert torch.equal(torch.compile(moe, fullgraph=True, backend="aot_eager")(*parts[rank]), expected)
+
+
+def several_layers(rank: int, world: int, arguments: dict[str, Any]) -> None:
+    """Layers of one object: each its own weights, in any order of calls; bad and different layers are refused by all."""
+    if world > 1:
+        with pytest.raises(XStageError, match=r"MegaMoE: .*layers"):
+            xstage.MegaMoE(**arguments, layers=2 + rank)
+    everything = [expert_weights(seed) for seed in range(3)]
+    last = world - 1
+    name = "" if rank == last else f"rank {last} refused its arguments: "
+    with xstage.MegaMoE(**arguments, layers=3) as moe:
+        for layer in (0, 2):
+            moe.load_weights(*(w[moe.experts] for w in everything[layer]), layer=layer)
+        parts = [tokens_of(r, (7 * r + 5) % (MOST + 1), "any", world, 5) for r in range(world)]
+        tokens = [len(part[0]) for part in parts]
+        expected = [whole((Linear.of(w1, "fp8"), Linear.of(w2, "fp8")), parts, None).split(tokens)[rank] for w1, w2 in everything]
+        for layer in (2, 0, 0, 2):
+            assert torch.equal(moe(*parts[rank], layer=layer), expected[layer])
+        with pytest.raises(XStageError, match="moe: layer 1 has no weights; call load_weights first"):
+            moe(*parts[rank], layer=1)
+        moe.load_weights(*(w[moe.experts] for w in everything[1]), layer=1)
+        assert torch.equal(moe(*parts[rank], layer=1), expected[1])
+        assert torch.equal(moe(*parts[rank]), expected[0])
+        for bad in (3, -1, True, 1.0):
+            with pytest.raises(XStageError, match=name + rf"layer: {bad} must be a whole number in 0 … 2; this object has 3"):
+                moe(*parts[rank], layer=bad if rank == last else 0)
+            with pytest.raises(XStageError, match=name + rf"layer: {bad} must be"):
+                moe.load_weights(*(w[moe.experts] for w in everything[1]), layer=bad if rank == last else 0)
+        if world > 1:
+            said = f"moe: layer: {int(rank == last)} on this rank, {int(rank != last)} on rank {0 if rank == last else last}"
+            with pytest.raises(XStageError, match=said):
+                moe(*parts[rank], layer=int(rank == last))
+            with pytest.raises(XStageError, match=said.replace("moe", "load_weights", 1)):
+                moe.load_weights(*(w[moe.experts] for w in everything[2]), layer=int(rank == last))
+        assert torch.equal(moe(*parts[rank], layer=2), expected[2])
+        if world <= 2:  # tracing is slow
+            function: Any = torch.compile(lambda x, i, w: moe(moe(x, i, w, layer=1), i, w, layer=2), fullgraph=True, backend="aot_eager")
+            assert torch.equal(function(*parts[rank]), moe(moe(*parts[rank], layer=1), *parts[rank][1:], layer=2))
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
@@ -301,7 +340,8 @@ def test_refusal_without_a_group() -> None:
         ({"schedule": "fast"}, "schedule: 'fast' is not one of auto, serial, interleaved"),
         ({"clamp": 0.0}, "clamp: 0.0"), ({"dtype": torch.float16}, "dtype: torch.float16 must be bfloat16"),
         ({"fallback": "maybe"}, "fallback: 'maybe'"), ({"timeout_s": 0}, "timeout_s: 0"),
-        ({"weight_format": "int4"}, "weight_format: 'int4' is not one of fp8, mxfp4"),
+        ({"weight_format": "int4"}, "weight_format: 'int4' is not one of fp8, mxfp4"), ({"layers": 0}, "layers: 0 must be"),
+        ({"layers": True}, "layers: True must be"),
     ],
 )  # fmt: skip
 def test_construction_is_refused(alone: None, changes: dict[str, Any], message: str) -> None:
@@ -344,8 +384,50 @@ def test_sizes_are_known_before(alone: None) -> None:
     with pytest.raises(XStageError, match="experts: 128 must be a multiple"):
         xstage.MegaMoE.plan_bytes(ranks=3, mode="torch", **shape)
     small = {"num_experts": 8, "hidden": 256, "intermediate": 128, "top_k": 2, "max_tokens_per_rank": 4}
+    one = xstage.MegaMoE.plan_bytes(ranks=1, mode="reference", **small)
     with xstage.MegaMoE(**small) as moe:
-        assert moe.size_bytes == xstage.MegaMoE.plan_bytes(ranks=1, mode="reference", **small)
+        assert moe.size_bytes == one
+    with xstage.MegaMoE(**small, layers=5) as moe:
+        assert moe.size_bytes == xstage.MegaMoE.plan_bytes(ranks=1, mode="reference", **small, layers=5)
+        assert (moe.size_bytes.symmetric, moe.size_bytes.weights) == (one.symmetric, 5 * one.weights)
+    with pytest.raises(XStageError, match="layers: 0 must be"):
+        xstage.MegaMoE.plan_bytes(ranks=1, **small, layers=0)
+
+
+def test_no_memory_for_the_weights(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    small = {"num_experts": 8, "hidden": 256, "intermediate": 128, "top_k": 2, "max_tokens_per_rank": 4}
+    monkeypatch.setattr(Weights, "__init__", full)
+    with pytest.raises(XStageError, match=r"layers: weights of 3 take 2,3\d\d,\d\d\d bytes, and there is no memory for them on cpu"):
+        xstage.MegaMoE(**small, layers=3)
+
+
+def test_kernels_get_the_weights_of_the_layer(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on a Hopper GPU, with its pipeline replaced by a record."""
+    used = []
+
+    class Pipeline:
+        exchange = types.SimpleNamespace(expert_counts=torch.zeros(EXPERTS, dtype=torch.int32))
+        weights: Any = None
+
+        def run(self, *_: Any) -> None:
+            used.append(self.weights)
+
+        def free(self) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    small = {"num_experts": EXPERTS, "hidden": HIDDEN, "intermediate": INTERMEDIATE, "top_k": TOP_K, "max_tokens_per_rank": MOST}
+    with xstage.MegaMoE(**small, layers=2) as moe:
+        for layer in range(2):
+            moe.load_weights(*expert_weights(layer), layer=layer)
+        moe.mode, moe._kernels = "fused", Pipeline()  # type: ignore[assignment]
+        for layer in (1, 0, 0, 1):
+            moe(*tokens_of(0, 4, "any", 1, 0), layer=layer)
+        assert used == [moe._weights[layer] for layer in (1, 0, 0, 1)]
 
 
 def test_mxfp4_takes_half_the_memory() -> None:

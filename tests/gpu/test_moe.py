@@ -14,7 +14,8 @@ Under pytest the file starts that command once and reports each section as a tes
 * delay: a rank that is late into a call, or between any two steps of it, while its peer is already in the next call.
 * refuse: bad arguments in the first call (all ranks refuse), later (the rank alone; its next call meets its peers), and for good (the
   peer's error says why). dead: a peer that never comes.
-* compile: torch.compile(fullgraph=True). fallback: a shape that the kernels cannot take.
+* compile: torch.compile(fullgraph=True). layers: two layers of one object, eager and in one graph, give what two objects do.
+* fallback: a shape that the kernels cannot take.
 * mxfp4: weights in MXFP4, through `random`, `orders`, `spans` and `replay` again, and by all forms of the kernel; errors are against
   float64 of what the codes stand for.
 
@@ -31,7 +32,9 @@ import pytest
 import torch
 from sections import DEVICE, MARKS, RANK, WORLD, arguments, everywhere, main, outcome, say, settle
 
-SECTIONS = ("random", "orders", "spans", "poison", "replay", "delay", "stream", "compile", "fallback", "mxfp4", "refuse", "dead")
+SECTIONS = (
+    "random", "orders", "spans", "poison", "replay", "delay", "stream", "compile", "layers", "fallback", "mxfp4", "refuse", "dead",
+)  # fmt: skip
 
 pytestmark = MARKS
 
@@ -433,6 +436,36 @@ def compiled(options: argparse.Namespace) -> None:
         settle()
 
 
+def layers(options: argparse.Namespace) -> None:
+    for weights in ("fp8", "mxfp4"):
+        problems = [Problem(*SMALL, seed=seed, weights=weights) for seed in range(2)]
+        x = problems[0].tokens(RANK, 120 + 40 * RANK, "even", 7)
+        wanted = []
+        for problem in problems:
+            with problem.make() as moe:
+                wanted.append(moe(*x))
+                moe.check()
+                settle()
+        assert not torch.equal(*wanted)
+        with problems[0].make(layers=2) as moe:
+            moe.load_weights(problems[1].w1[moe.experts], problems[1].w2[moe.experts], layer=1)
+            for layer in (1, 0, 0, 1):
+                assert everywhere(torch.equal(moe(*x, layer=layer), wanted[layer])), (weights, layer)
+            settle()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = [moe(*x, layer=layer) for layer in range(2)]
+            for _ in range(3):
+                for y in captured:
+                    y.fill_(torch.nan)
+                graph.replay()
+                torch.cuda.synchronize()
+                assert everywhere(all(torch.equal(y, want) for y, want in zip(captured, wanted, strict=True))), weights
+            moe.check()
+            del graph
+            settle()
+
+
 def fallback(options: argparse.Namespace) -> None:
     from xstage.errors import UnsuitableMachine, XStageError
     from xstage.moe import quantize
@@ -518,7 +551,7 @@ def dead(options: argparse.Namespace) -> None:
 
 RUNS = {
     "random": random_shapes, "orders": orders, "spans": recorded, "poison": poisoned, "replay": replay, "delay": delay, "stream": stream,
-    "compile": compiled, "fallback": fallback, "mxfp4": four_bits, "refuse": refuse, "dead": dead,
+    "compile": compiled, "layers": layers, "fallback": fallback, "mxfp4": four_bits, "refuse": refuse, "dead": dead,
 }  # fmt: skip
 
 

@@ -11,8 +11,12 @@ when the object is made; `torch` on GPUs is said once as a warning, or refused w
 Tokens may differ between ranks and from call to call, and be none; a rank without tokens must call too, because its experts may have work.
 Calls of one object must be ordered on each rank (one stream, or streams ordered by events) and come in the same order on every rank.
 
+A model has many such layers, one after the other. One object serves all of one size: `layers=48`, then `moe.load_weights(…, layer=3)` and
+`moe(…, layer=3)`. They have weights of their own and take turns with the buffers, which are the larger the more tokens there may be.
+
 Who refuses what: what must be the same is compared when the object is made. Bad arguments of a call are refused by all ranks together
-where they talk on the host anyway: in the first call, and in every call of `torch` and `reference`. In a later call on Hopper nobody
+where they talk on the host anyway: in the first call, and in every call of `torch` and `reference`. That all call the same layer is
+compared in the first call, and in every call of `reference`. In a later call on Hopper nobody
 waits for the host: the rank raises by itself before it launches anything, and leaves the reason in the group's store; a peer whose
 kernel has waited in vain reads it there, and its `PeerTimeout` says it. The refused call has not taken place: with good arguments the next
 one meets the call in which the peers are, if they have not given up.
@@ -71,7 +75,7 @@ class MoEBytes:
 
 
 class MegaMoE:
-    """Owns the weights and buffers of one layer on one rank.
+    """Owns the weights and buffers of one layer on one rank, or of several layers that take turns with the buffers.
 
     Args:
         group: process group (None: the default one). Expert e lives on its rank e // (num_experts / ranks).
@@ -83,6 +87,7 @@ class MegaMoE:
         clamp: bounds the gate above and up on both sides before SwiGLU (None: not).
         weight_format: how weights rest: `fp8`, e4m3 with a scale per 128 × 128; or `mxfp4`, e2m1 with a power of two per 32 of a row
             (`xstage.moe.mxfp4`), which the kernels decode on the way to the matrix unit (`xstage.moe.decode_sm90`).
+        layers: how many layers of these sizes there are, each with weights of its own.
         dtype: of x and of the output: bfloat16.
         device: None: the current GPU if the group has NCCL, else the CPU.
         timeout_s: bound of every wait on a peer, in kernels and on the host.
@@ -103,7 +108,7 @@ class MegaMoE:
     def __init__(
         self, group: dist.ProcessGroup | None = None, *, num_experts: int, hidden: int, intermediate: int, top_k: int,
         max_tokens_per_rank: int, schedule: str = "auto", lead_rows: int | None = None, clamp: float | None = None,
-        weight_format: str = "fp8", dtype: torch.dtype = torch.bfloat16, device: torch.device | str | None = None,
+        weight_format: str = "fp8", layers: int = 1, dtype: torch.dtype = torch.bfloat16, device: torch.device | str | None = None,
         timeout_s: float = 30.0, fallback: str = "serial",
     ):  # fmt: skip
         group = joined(group)
@@ -117,25 +122,31 @@ class MegaMoE:
         error = None
         try:
             self.layout = arguments.layout(self.world, num_experts, hidden, intermediate, top_k, max_tokens_per_rank)
-            arguments.check_options(schedule, lead_rows, clamp, dtype, fallback, weight_format)
+            arguments.check_options(schedule, lead_rows, clamp, dtype, fallback, weight_format, layers)
         except XStageError as raised:
             error = raised
         self._together("MegaMoE", error)
         self._agreement.same(
             "MegaMoE", {"num_experts": num_experts, "hidden": hidden, "intermediate": intermediate, "top_k": top_k,
                         "max_tokens_per_rank": max_tokens_per_rank, "schedule": schedule, "lead_rows": lead_rows,
-                        "clamp": clamp, "weight_format": weight_format, "dtype": str(dtype),
+                        "clamp": clamp, "weight_format": weight_format, "layers": layers, "dtype": str(dtype),
                         "device": self.device.type, "fallback": fallback},
         )  # fmt: skip
         self.intermediate, self.clamp, self.weight_format = intermediate, clamp, weight_format
-        self.lead_rows = lead_rows
+        self.lead_rows, self.layers = lead_rows, layers
         model = MoEShape("layer", hidden, intermediate, num_experts, top_k)
         self.schedule = auto_order(model, max_tokens_per_rank, self.world) if schedule == "auto" else schedule
         here = self.layout.experts_per_rank
         self.experts = slice(self.rank * here, (self.rank + 1) * here)
         self.reason, self._closed, self._met = "", False, False
         self._warm: set[tuple[torch.dtype, ...]] = set()  # dtypes whose kernels are compiled
-        self._weights = _WEIGHTS[weight_format](here, hidden, intermediate, self.device)
+        try:
+            self._weights = [_WEIGHTS[weight_format](here, hidden, intermediate, self.device) for _ in range(layers)]
+        except torch.OutOfMemoryError as raised:
+            size = layers * _WEIGHTS[weight_format].size_bytes(here, hidden, intermediate)
+            error = XStageError(f"layers: weights of {layers} take {size:,} bytes, and there is no memory for them on {self.device}")
+            error.__cause__ = raised
+        self._together("MegaMoE", error)
         self._kernels: KernelPipeline | None = None
         self.mode = self._choose_mode(fallback)
         self._torch = TorchPipeline(self.layout, clamp=clamp, group=group, refused=self._refusals.raise_for)
@@ -145,7 +156,7 @@ class MegaMoE:
     @staticmethod
     def plan_bytes(
         *, ranks: int, num_experts: int, hidden: int, intermediate: int, top_k: int, max_tokens_per_rank: int, mode: str = "fused",
-        weight_format: str = "fp8",
+        weight_format: str = "fp8", layers: int = 1,
     ) -> MoEBytes:  # fmt: skip
         """What an object of these arguments holds on each rank, before anything is allocated.
 
@@ -156,7 +167,8 @@ class MegaMoE:
             if value not in known:
                 raise XStageError(f"{name}: {value!r} is not one of {', '.join(known)}")
         layout = arguments.layout(ranks, num_experts, hidden, intermediate, top_k, max_tokens_per_rank)
-        weights = _WEIGHTS[weight_format].size_bytes(layout.experts_per_rank, hidden, intermediate)
+        arguments.check_options("auto", None, None, None, "serial", weight_format, layers)
+        weights = layers * _WEIGHTS[weight_format].size_bytes(layout.experts_per_rank, hidden, intermediate)
         symmetric = 0 if mode == "torch" else replace(layout, direct=mode == "fused").size_bytes
         local = KernelPipeline.local_bytes(layout, intermediate, mode == "fused") if mode in ("fused", "serial") else 0
         return MoEBytes(symmetric, local, weights)
@@ -169,12 +181,13 @@ class MegaMoE:
         shape = self.layout
         return self.plan_bytes(
             ranks=self.world, num_experts=shape.experts, hidden=shape.hidden, intermediate=self.intermediate, top_k=shape.top_k,
-            max_tokens_per_rank=shape.max_tokens_per_rank, mode=self.mode, weight_format=self.weight_format,
+            max_tokens_per_rank=shape.max_tokens_per_rank, mode=self.mode, weight_format=self.weight_format, layers=self.layers,
         )  # fmt: skip
 
     def load_weights(
-        self, w1: torch.Tensor, w2: torch.Tensor, *, w1_scales: torch.Tensor | None = None, w2_scales: torch.Tensor | None = None
-    ) -> None:
+        self, w1: torch.Tensor, w2: torch.Tensor, *, w1_scales: torch.Tensor | None = None, w2_scales: torch.Tensor | None = None,
+        layer: int = 0,
+    ) -> None:  # fmt: skip
         """Take the weights of this rank's experts; they are copied, expert by expert. All ranks call it together.
 
         Args:
@@ -182,6 +195,7 @@ class MegaMoE:
                 float16 or float32, on any device: quantised here, once. Or in e4m3 with scales.
             w1_scales: float32 [my experts, 2 · intermediate / 128, hidden / 128], one per 128 × 128 block of an e4m3 `w1`.
             w2_scales: likewise [my experts, hidden / 128, intermediate / 128].
+            layer: whose weights they are.
 
         With `weight_format="mxfp4"` not e4m3 but uint8 [my experts, out, in / 2], two codes a byte, the one of the lower column in the
         lower bits; and scales uint8 or float8_e8m0fnu [my experts, out, in / 32] (`xstage.moe.mxfp4`). NaN and infinities are refused.
@@ -196,17 +210,18 @@ class MegaMoE:
         try:
             if self._closed:
                 raise XStageError("load_weights: this object was closed")
-            self._weights.check(w1, w2, w1_scales, w2_scales)
+            arguments.check_layer(layer, self.layers)
+            self._weights[layer].check(w1, w2, w1_scales, w2_scales)
         except XStageError as raised:
             error = raised
-        self._together("load_weights", error)
-        self._weights.load(w1, w2, w1_scales, w2_scales)
+        self._together("load_weights", error, layer)
+        self._weights[layer].load(w1, w2, w1_scales, w2_scales)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a call on another stream must not read half of them
 
     def __call__(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, *, x_scales: torch.Tensor | None = None,
-        return_counts: bool = False,
+        return_counts: bool = False, layer: int = 0,
     ) -> Any:  # fmt: skip
         """The layer: y[t] = Σ over picks k of topk_weights[t, k] · expert topk_idx[t, k] of x[t].
 
@@ -216,6 +231,7 @@ class MegaMoE:
                 CPUs refuse.
             topk_weights: float32, bfloat16 or float16 [tokens, top_k].
             return_counts: also return how many rows each of this rank's experts got.
+            layer: whose weights are meant, the same on every rank.
 
         Returns:
             bfloat16 [tokens, hidden], a tensor of its own; with `return_counts` also int32 [my experts].
@@ -225,9 +241,9 @@ class MegaMoE:
             PeerTimeout: a peer did not come, to this call's agreement or to an earlier call's kernel.
         """
         if torch.compiler.is_compiling():
-            out, counts = torch.ops.xstage.mega_moe(x, x_scales, topk_idx, topk_weights, self._handle, return_counts)
+            out, counts = torch.ops.xstage.mega_moe(x, x_scales, topk_idx, topk_weights, self._handle, return_counts, layer)
         else:
-            out, counts = self._run(x, x_scales, topk_idx, topk_weights, return_counts)
+            out, counts = self._run(x, x_scales, topk_idx, topk_weights, return_counts, layer)
         return (out, counts) if return_counts else out
 
     def check(self) -> None:
@@ -277,7 +293,7 @@ class MegaMoE:
             # Making it is a meeting of all ranks, so a rank that knows that it cannot must have said so before.
             try:
                 self._kernels = KernelPipeline(
-                    self.layout, self._weights, clamp=self.clamp, group=self.group, device=self.device, timeout_s=self.timeout_s,
+                    self.layout, self._weights[0], clamp=self.clamp, group=self.group, device=self.device, timeout_s=self.timeout_s,
                     tag=self.tag, order=self._order(),
                 )  # fmt: skip
             except (UnsuitableMachine, torch.OutOfMemoryError) as error:
@@ -304,38 +320,42 @@ class MegaMoE:
     # ---- one call
 
     def _run(
-        self, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor, return_counts: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor, return_counts: bool,
+        layer: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         if self._closed:
             raise XStageError("moe: this object was closed")
         dtypes = (x.dtype, topk_idx.dtype, topk_weights.dtype)
         error = None
         try:
-            self._validate(x, x_scales, topk_idx, topk_weights, dtypes)
+            self._validate(x, x_scales, topk_idx, topk_weights, dtypes, layer)
         except XStageError as raised:
             error = raised
-        self._refuse(error)
+        self._refuse(error, layer)
         x, topk_idx, topk_weights = x.detach(), topk_idx.contiguous(), topk_weights.detach().contiguous()
         out = torch.empty(x.shape, dtype=torch.bfloat16, device=self.device)
         with torch.no_grad():
             if self.mode == "reference":
-                counts = self._reference(x, x_scales, topk_idx, topk_weights, out)
+                counts = self._reference(x, x_scales, topk_idx, topk_weights, out, layer)
             else:
                 with torch.cuda.device(self.device):
-                    counts = self._on_gpu(x, x_scales, topk_idx, topk_weights, out)
+                    counts = self._on_gpu(x, x_scales, topk_idx, topk_weights, out, layer)
         # Not before: in plain torch a peer reads why the call before was refused, and comes to this one afterwards.
         self._refusals.withdraw()
         self._warm.add(dtypes)
         return out, counts.clone() if return_counts else counts.new_empty(0)
 
     def _on_gpu(
-        self, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor,
+        layer: int,
+    ) -> torch.Tensor:  # fmt: skip
+        weights = self._weights[layer]
         if self._kernels is None:
             if x_scales is not None:
                 x = quantize.dequantize_activations(x, x_scales).bfloat16()
-            return self._torch.run(x, topk_idx, topk_weights, self._weights.linear1, self._weights.linear2, out)
+            return self._torch.run(x, topk_idx, topk_weights, weights.linear1, weights.linear2, out)
         scales = None if x_scales is None else _aligned(x_scales)
+        self._kernels.weights = weights
         try:
             self._kernels.run(_aligned(x), scales, topk_idx, topk_weights.float(), out)
         except PeerTimeout as error:
@@ -344,23 +364,25 @@ class MegaMoE:
         return counts
 
     def _reference(
-        self, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor,
+        layer: int,
+    ) -> torch.Tensor:  # fmt: skip
         counts = routing.count(topk_idx, self.layout.experts)
         dist.all_reduce(counts, group=self.group)
         result = reference.moe(
-            x, topk_idx, topk_weights, self._weights.linear1, self._weights.linear2, clamp=self.clamp, layout=self.layout,
-            group=self.group, x_scales=x_scales,
+            x, topk_idx, topk_weights, self._weights[layer].linear1, self._weights[layer].linear2, clamp=self.clamp,
+            layout=self.layout, group=self.group, x_scales=x_scales,
         )  # fmt: skip
         out.copy_(result)
         return counts[self.experts]
 
     def _validate(
         self, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor,
-        dtypes: tuple[torch.dtype, ...],
+        dtypes: tuple[torch.dtype, ...], layer: int,
     ) -> None:  # fmt: skip
-        if not self._weights.loaded:
-            raise XStageError("moe: no weights; call load_weights first")
+        arguments.check_layer(layer, self.layers)
+        if not self._weights[layer].loaded:
+            raise XStageError(f"moe: layer {layer} has no weights; call load_weights first")
         arguments.check_call(x, x_scales, topk_idx, topk_weights, self.layout, self.device)
         if self.mode == "reference":
             routing.check(topk_idx, self.layout.experts)
@@ -372,10 +394,10 @@ class MegaMoE:
                     f"moe: call it once with {x.dtype}, {topk_idx.dtype} and {topk_weights.dtype} before capturing a CUDA graph"
                 )
 
-    def _refuse(self, error: XStageError | None) -> None:
+    def _refuse(self, error: XStageError | None, layer: int) -> None:
         """Raise if this rank, or as far as the host may know it any rank, has bad arguments."""
         if self.mode == "reference" or (self._kernels is not None and not self._met):
-            self._together("moe", error)
+            self._together("moe", error, layer)
             self._met = True
         elif error is not None:
             self._refusals.post(str(error))
@@ -383,14 +405,18 @@ class MegaMoE:
                 self._torch.refuse(self.device)
             raise error
 
-    def _together(self, what: str, error: XStageError | None) -> None:
-        """Raise on every rank if one has an error."""
-        said = self._agreement.reach("arguments", "" if error is None else str(error))
+    def _together(self, what: str, error: XStageError | None, layer: int = 0) -> None:
+        """Raise on every rank if one has an error, or if they mean different layers."""
+        said = self._agreement.reach("arguments", ["" if error is None else str(error), layer if error is None else 0])
         if error is not None:
             raise error
-        for rank, reason in enumerate(said):
+        for rank, (reason, _) in enumerate(said):
             if reason:
                 raise XStageError(f"{what}: rank {ranks_of(self.group)[rank]} refused its arguments: {reason}")
+        for rank, (_, theirs) in enumerate(said):
+            if theirs != layer:
+                where = f"rank {ranks_of(self.group)[rank]}"
+                raise XStageError(f"{what}: layer: {layer} on this rank, {theirs} on {where}; all ranks must mean the same")
 
     def _explained(self, error: PeerTimeout) -> PeerTimeout:
         """With the reasons of the peers that refused their arguments."""
@@ -399,15 +425,17 @@ class MegaMoE:
 
 @torch.library.custom_op("xstage::mega_moe", mutates_args=())
 def _mega_moe(
-    x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: int, return_counts: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _OBJECTS[handle]._run(x, x_scales, topk_idx, topk_weights, return_counts)
+    x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: int, return_counts: bool,
+    layer: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    return _OBJECTS[handle]._run(x, x_scales, topk_idx, topk_weights, return_counts, layer)
 
 
 @_mega_moe.register_fake
 def _(
-    x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: int, return_counts: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: int, return_counts: bool,
+    layer: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     counts = _OBJECTS[handle].layout.experts_per_rank if return_counts else 0
     return x.new_empty(x.shape, dtype=torch.bfloat16), topk_idx.new_empty(counts, dtype=torch.int32)
 

@@ -35,8 +35,9 @@ class KernelPipeline:
         order: of both GEMMs in one kernel; None: one after the other.
 
     Attributes:
-        exchange: `xstage.moe.exchange.Exchange`, symmetric memory and work lists. middle: uint8 (e4m3) [rows, intermediate], what enters
-            the second GEMM, in one kernel in the place of rows that the first has done with; middle_scales: float32 [intermediate / 128,
+        weights: what a call multiplies by; those of another layer of the same sizes may take their place between calls. exchange:
+            `xstage.moe.exchange.Exchange`, symmetric memory and work lists. middle: uint8 (e4m3) [rows, intermediate], what enters the
+            second GEMM, in one kernel in the place of rows that the first has done with; middle_scales: float32 [intermediate / 128,
             rows]. spans: None, or the `xstage.moe.spans.Spans` into which the kernel of both GEMMs records from now on. narrow_rows,
             split_rows: up to so many rows an expert, if all ranks have this rank's tokens, weights in MXFP4 are multiplied by the narrow
             kernel, from so many on by the split one, else by the wide one, which give the same bits; with spans no narrow one records.

@@ -278,8 +278,8 @@ def prebuild(folder: str, *, shapes: Sequence[str] = SHAPES, tokens: int = 8192,
 
 def load_random(moe: MegaMoE, model: MoEShape) -> None:
     """Random weights, made on the GPU: the same arithmetic, and no matrix in high precision. In MXFP4, where they rest."""
-    if isinstance(moe._weights, Mxfp4Weights):
-        moe._weights.fill()
+    if isinstance(moe._weights[0], Mxfp4Weights):
+        moe._weights[0].fill()
         torch.cuda.synchronize(moe.device)
         return
     experts = model.experts // dist.get_world_size()
@@ -295,7 +295,7 @@ def load_random(moe: MegaMoE, model: MoEShape) -> None:
 def order_pipeline(moe: MegaMoE, order: str) -> KernelPipeline:
     """Both GEMMs in one kernel in that order of tiles, with buffers of its own and the weights of `moe`."""
     return KernelPipeline(
-        moe.layout, moe._weights, clamp=moe.clamp, group=moe.group, device=moe.device, timeout_s=moe.timeout_s, tag=f"{moe.tag}/{order}",
+        moe.layout, moe._weights[0], clamp=moe.clamp, group=moe.group, device=moe.device, timeout_s=moe.timeout_s, tag=f"{moe.tag}/{order}",
         order=order_of(moe, order),
     )  # fmt: skip
 
