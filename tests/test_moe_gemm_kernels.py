@@ -133,6 +133,21 @@ def test_machine_code_with_codes(kind: str, option: float | None, sizes: tuple[i
     assert len(re.findall(r"\b(?:LDL|STL)\b", math)) <= 24
 
 
+def test_short_rounds_of_the_split_kernel() -> None:
+    """Where K is no multiple of 512: rounds of two stages of the four."""
+
+    from xstage.moe import grouped_gemm
+
+    layout = BufferLayout(2, 128, 2048, 8, 8192, direct=True)
+    [compiled] = [(f, given) for f, given in grouped_gemm.kernels(2048, 768, None, layout, codes=True) if given[-1] == "split"]
+    assert compiled[1][1] == 2
+    code = machine_code.of(compiled[0](*compiled[1]))["sass"]
+    assert len(re.findall(r"QGMMA\.64x128x32", code)) == (3 + 2 * 2) * 2 * 4
+    assert len(re.findall(r"gsb0", code)) == (3 + 2 * 2) * 2 * 2
+    assert _descriptors_are_uniform(code)
+    assert not re.search(r"\b(LDL|STL)\b", code)
+
+
 @pytest.mark.parametrize("sizes", [None, (2, 512, 4096, 10, 8192), (8, 128, 2048, 8, 512)])
 def test_machine_code_of_the_narrow_kernel(sizes: tuple[int, ...] | None) -> None:
     """For experts of few rows: no more matrix instructions a warpgroup, nothing spilled, and no more registers than there are."""
