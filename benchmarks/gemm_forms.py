@@ -34,24 +34,23 @@ CONTENDERS = {"fp8": "ours_fp8", "wide": "ours_mxfp4", **{form: name for name, f
 
 def compile_all(folder: Path, name: str, shapes: Sequence[str], forms: Sequence[str]) -> int:
     """Kernels of this checkout into `folder`; returns how many files they are."""
-    from xstage.device.kept import _SYMBOL, FOLDER
+    from xstage.device.kept import FOLDER, write
     from xstage.moe import grouped_gemm
 
     os.environ.pop(FOLDER, None)  # a kernel that was loaded cannot be written again
-    folder.mkdir(parents=True, exist_ok=True)
     for s in map(shape, shapes):
         for form in forms:
             function, given = grouped_gemm.both_kernel(s.hidden, s.intermediate, FORMS[form])
-            function(*given).export_to_c(str(folder / f"{name}.{form}.{s.name}.o"), _SYMBOL)
+            write(function(*given), folder / f"{name}.{form}.{s.name}.o")
     return len(shapes) * len(forms)
 
 
 def found(folder: Path, shape_name: str, forms: Sequence[str]) -> dict[tuple[str, str], Any]:
     """(checkout, form) and the loaded kernel."""
-    from xstage.device.kept import _load
+    from xstage.device.kept import load
 
     paths = {tuple(path.name.split(".", 2)): path for path in sorted(folder.glob(f"*.*.{shape_name}.o"))}
-    return {(name, form): _load(path) for (name, form, _), path in paths.items() if form in forms}
+    return {(name, form): load(path) for (name, form, _), path in paths.items() if form in forms}
 
 
 def contender(kernel: Any, form: str, s: Any, tokens: int, rows: dict[str, hg.Rows], weights: dict[str, hg.Weights]) -> hg.Contender:

@@ -40,12 +40,12 @@ def kept(function: Function) -> Function:
         path = path_of(Path(folder), function, args, options)
         if path.exists():
             try:
-                return _load(path)
+                return load(path)
             except Exception as error:  # whatever is wrong with the file, the kernel can be made anew
                 print(f"xstage: {path} cannot be loaded ({error}); compiling", file=sys.stderr)
         kernel = function(*args, **options)
         try:
-            _keep(kernel, path)
+            write(kernel, path)
         except OSError as error:
             print(f"xstage: {path} cannot be written ({error})", file=sys.stderr)
         return kernel
@@ -70,7 +70,8 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def _load(path: Path) -> Any:
+def load(path: Path) -> Any:
+    """The kernel that `write` wrote."""
     import cutlass.cute as cute
 
     module = cute.runtime.load_module(str(path), enable_tvm_ffi=True)
@@ -78,8 +79,8 @@ def _load(path: Path) -> Any:
     return module[_SYMBOL]
 
 
-def _keep(kernel: Any, path: Path) -> None:
-    """Write the object beside its place first: a reader never finds half of it."""
+def write(kernel: Any, path: Path) -> None:
+    """A compiled kernel's object, beside its place first: a reader never finds half of it. One that was loaded cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.stem}.{os.getpid()}.partial.o")
     kernel.export_to_c(str(partial), _SYMBOL)

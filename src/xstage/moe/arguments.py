@@ -33,12 +33,12 @@ def layout(ranks: int, num_experts: int, hidden: int, intermediate: int, top_k: 
 
 def check_options(
     schedule: str, lead_rows: int | None, clamp: float | None, dtype: torch.dtype | None, fallback: str,
-    weight_format: str = "fp8", layers: int = 1,
+    weight_format: str = "fp8",
 ) -> None:  # fmt: skip
     """Refuse options that are no numbers of the layout.
 
     Raises:
-        XStageError: an option that is not known, or a lead, a clamp or a number of layers that is not positive.
+        XStageError: an option that is not known, or a lead or clamp that is not positive.
     """
     options = (("schedule", schedule, SCHEDULES), ("fallback", fallback, FALLBACKS), ("weight_format", weight_format, WEIGHT_FORMATS))
     for name, value, known in options:
@@ -48,10 +48,18 @@ def check_options(
         raise XStageError(f"lead_rows: {lead_rows!r} must be a whole number of at least 1, or None")
     if clamp is not None and not 0 < clamp < math.inf:
         raise XStageError(f"clamp: {clamp} must be positive and finite, or None")
-    if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
-        raise XStageError(f"layers: {layers!r} must be a whole number of at least 1")
     if dtype not in (None, torch.bfloat16):
         raise XStageError(f"dtype: {dtype} must be bfloat16")
+
+
+def check_layers(layers: int) -> None:
+    """Refuse a number of layers.
+
+    Raises:
+        XStageError: not a whole number of at least 1.
+    """
+    if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
+        raise XStageError(f"layers: {layers!r} must be a whole number of at least 1")
 
 
 def check_layer(layer: int, layers: int) -> None:

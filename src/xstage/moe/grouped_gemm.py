@@ -169,8 +169,8 @@ def _matrix(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _unroll(form: str | None, *depths: int) -> int:
-    """Stages of a round: K of every layer is a whole number of rounds. form: None: weights are fp8. Longer rounds make the wide and the
-    narrow form slower."""
+    """Stages of a round: K of every layer is a whole number of rounds. form: None: weights are fp8. Longer rounds made the wide form
+    slower; the narrow one has not been tried with them."""
     for depth in depths:
         if depth % (2 * TILE_K):
             raise XStageError(f"a: K is {depth}; it must be a multiple of {2 * TILE_K}")

@@ -15,11 +15,11 @@ A model has many such layers, one after the other. One object serves all of one 
 `moe(…, layer=3)`. They have weights of their own and take turns with the buffers, which are the larger the more tokens there may be.
 
 Who refuses what: what must be the same is compared when the object is made. Bad arguments of a call are refused by all ranks together
-where they talk on the host anyway: in the first call, and in every call of `torch` and `reference`. That all call the same layer is
-compared in the first call, and in every call of `reference`. In a later call on Hopper nobody
+where they talk on the host anyway: in the first call, and in every call of `torch` and `reference`. In a later call on Hopper nobody
 waits for the host: the rank raises by itself before it launches anything, and leaves the reason in the group's store; a peer whose
 kernel has waited in vain reads it there, and its `PeerTimeout` says it. The refused call has not taken place: with good arguments the next
-one meets the call in which the peers are, if they have not given up.
+one meets the call in which the peers are, if they have not given up. That all mean the same layer is compared in the first call where there
+are kernels, in every call of `reference`, and never in `torch`: ranks that mean different ones mix them.
 
 CUDA graphs: call once with the same dtypes before capture; keep the object alive as long as the graph. Forward only.
 
@@ -122,7 +122,8 @@ class MegaMoE:
         error = None
         try:
             self.layout = arguments.layout(self.world, num_experts, hidden, intermediate, top_k, max_tokens_per_rank)
-            arguments.check_options(schedule, lead_rows, clamp, dtype, fallback, weight_format, layers)
+            arguments.check_options(schedule, lead_rows, clamp, dtype, fallback, weight_format)
+            arguments.check_layers(layers)
         except XStageError as raised:
             error = raised
         self._together("MegaMoE", error)
@@ -167,7 +168,7 @@ class MegaMoE:
             if value not in known:
                 raise XStageError(f"{name}: {value!r} is not one of {', '.join(known)}")
         layout = arguments.layout(ranks, num_experts, hidden, intermediate, top_k, max_tokens_per_rank)
-        arguments.check_options("auto", None, None, None, "serial", weight_format, layers)
+        arguments.check_layers(layers)
         weights = layers * _WEIGHTS[weight_format].size_bytes(layout.experts_per_rank, hidden, intermediate)
         symmetric = 0 if mode == "torch" else replace(layout, direct=mode == "fused").size_bytes
         local = KernelPipeline.local_bytes(layout, intermediate, mode == "fused") if mode in ("fused", "serial") else 0
@@ -231,7 +232,7 @@ class MegaMoE:
                 CPUs refuse.
             topk_weights: float32, bfloat16 or float16 [tokens, top_k].
             return_counts: also return how many rows each of this rank's experts got.
-            layer: whose weights are meant, the same on every rank.
+            layer: whose weights are meant, the same on every rank; see the module for when that is compared.
 
         Returns:
             bfloat16 [tokens, hidden], a tensor of its own; with `return_counts` also int32 [my experts].
