@@ -13,8 +13,8 @@ product of the same codes, scales and rows, bf16 out:
   `humming_1x128_row_major`: scales [rows, K / 128]. `humming_1x128_indexed`: rows by index. `humming_per_row`: one scale per row.
 
 `both` has no counterpart there: our Linear-1, SwiGLU, fp8 rows again and Linear-2 in one kernel, as a layer runs them, all results to this
-GPU's memory. It knows where rows end. `ours_mxfp4_narrow`, `…_split`: the kernels for experts of few rows and of many, which a
-layer takes up to `work_table.NARROW_ROWS` and from `SPLIT_ROWS` on. What `humming` takes for it is at least its two layers.
+GPU's memory. It knows where rows end. `ours_mxfp4_swapped`, `…_narrow`, `…_split`: its other forms for weights in MXFP4, which a layer
+takes by how many rows an expert has (`work_table.form_of`). What `humming` takes for it is at least its two layers.
 
 What a contender computes is held against float64 first, for three experts; of `both` only that it is finite (the GPU tests hold it).
 `error` says why there is no time, or why it is not to be used.
@@ -71,7 +71,7 @@ HUMMING = {
     "humming_1x128_indexed": Variant(128, "indexed"), "humming_per_row": Variant(0),
 }  # fmt: skip
 OURS = ("ours_fp8", "ours_mxfp4")
-MXFP4_FORMS = {"ours_mxfp4_narrow": "narrow", "ours_mxfp4_split": "split"}  # of both layers, beside the wide one
+MXFP4_FORMS = {f"ours_mxfp4_{form}": form for form in wt.FORMS if form != "wide"}  # of both layers, beside the wide one
 LAYERS = {"linear1": (*OURS, *HUMMING), "linear2": (*OURS, *HUMMING), "both": (*OURS, *MXFP4_FORMS)}
 
 

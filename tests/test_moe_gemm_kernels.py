@@ -149,8 +149,40 @@ def test_short_rounds_of_the_split_kernel() -> None:
 
 
 @pytest.mark.parametrize("sizes", [None, (2, 512, 4096, 10, 8192), (8, 128, 2048, 8, 512)])
+def test_machine_code_of_the_swapped_kernel(sizes: tuple[int, ...] | None) -> None:
+    """For experts of few rows: wgmma of every width whose first operand comes from registers, nothing spilled, and no more registers than
+    there are."""
+
+    from xstage.moe import grouped_gemm, swapped_sm90
+
+    layout = None if sizes is None else BufferLayout(*sizes, direct=True)
+    code = machine_code.of(grouped_gemm.compiled_gemm("both", 2, None, layout, False, 64, "swapped"))["sass"]
+    for width in swapped_sm90.WIDTHS:
+        # Two stages at a time; where one is decoded ahead, the tile's last two stand apart.
+        stages = 4 if width <= swapped_sm90.AHEAD_WIDTH else 2
+        assert len(re.findall(rf"QGMMA\.64x{width}x32\S* R\d+, R\d+, gdesc", code)) == stages * 4
+    stages = sum(4 if width <= swapped_sm90.AHEAD_WIDTH else 2 for width in swapped_sm90.WIDTHS)
+    assert len(re.findall(r"gsb0", code)) == stages * 2, "ptxas serialised the matrix instructions"
+    assert not re.search(r"\b(LDL|STL)\b", code)
+    starts = [found.start() for found in re.finditer(r"USETMAXREG", code)]
+    assert len(starts) == 2
+    loading, math = code[starts[0] : starts[1]], code[starts[1] :]
+    has = (swapped_sm90.LOAD_REGISTERS, swapped_sm90.MATH_REGISTERS)
+    for part, registers in zip((loading, math), has, strict=True):
+        assert f"0x{registers:x}" in part[: part.index(";")]
+        assert max(int(number) for number in re.findall(r"\bR(\d+)\b", part)) < registers
+    assert "QGMMA" not in loading
+    assert re.search(r"UBLKCP\S*MULTICAST", loading)
+    # What a CTA's threads start with is what there is to share: 65536 registers by 640 threads, in steps of 8.
+    assert 128 * (has[0] + swapped_sm90.GROUPS * has[1]) <= 65536 // swapped_sm90.THREADS // 8 * 8 * swapped_sm90.THREADS
+    # Neither a release that waits for the cluster nor one of the whole GPU in the loop over K.
+    loop = math[math.index("QGMMA.64x8x32") : math.index("QGMMA.64x16x32")]
+    assert len(re.findall(r"MEMBAR\.\S*GPU", loop)) == 0
+
+
+@pytest.mark.parametrize("sizes", [None, (2, 512, 4096, 10, 8192), (8, 128, 2048, 8, 512)])
 def test_machine_code_of_the_narrow_kernel(sizes: tuple[int, ...] | None) -> None:
-    """For experts of few rows: no more matrix instructions a warpgroup, nothing spilled, and no more registers than there are."""
+    """No more matrix instructions a warpgroup, nothing spilled, and no more registers than there are."""
 
     from xstage.moe import decode_sm90, grouped_gemm
 

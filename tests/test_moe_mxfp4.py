@@ -101,15 +101,15 @@ def test_float32_is_exact_below_its_largest() -> None:
         assert torch.equal(single, torch.where(exact.abs() < 2.0**128, exact, exact.sign() * torch.inf))
 
 
-def test_words_move_signs_only() -> None:
+def test_words_have_what_a_thread_multiplies() -> None:
     packed, _ = random_packed(16, 512, 1, 0)
     words = mxfp4.to_words(packed)
     assert torch.equal(mxfp4.from_words(words), packed)
-    assert torch.equal(words & 0x77, packed & 0x77)
-    codes = mxfp4.unpack(packed).view(-1, 8)
-    for word, eight in zip(words.view(torch.int32).flatten().tolist()[:64], codes.tolist(), strict=False):
-        assert [word >> 4 * i & 7 for i in range(8)] == [code & 7 for code in eight]
-        assert [word >> (8 * i + 7 if i < 4 else 8 * (i - 4) + 3) & 1 for i in range(8)] == [code >> 3 for code in eight]
+    blocks = mxfp4.unpack(packed).view(-1, 2, 4, 4)  # of 32: upper or lower 16, word, code
+    for number, word in enumerate(words.view(torch.int32).flatten().tolist()[:64]):
+        codes = blocks[number // 4, :, number % 4].flatten().tolist()
+        assert [word >> 4 * i & 7 for i in range(8)] == [code & 7 for code in codes]
+        assert [word >> (8 * i + 7 if i < 4 else 8 * (i - 4) + 3) & 1 for i in range(8)] == [code >> 3 for code in codes]
 
 
 # ---- for a matrix unit of fp8
@@ -223,8 +223,10 @@ def test_every_code_at_every_place_with_every_shift(normal: bool) -> None:
     source, given = Array.of(memory, mxfp4.to_words(packed).view(torch.int32)), Array.of(memory, mine)
     out = Array(memory, (len(rows), 8), torch.int32)
     run([[Grid(translated(compiled_decode(4, normal)), ctas, [source.address, given.address, out.address], memory)]])
-    expected = mxfp4.dequantize(packed, (mine + 127).to(torch.uint8)[:, None]).to(torch.float8_e4m3fn)
-    assert torch.equal(out.value.view(torch.uint8), expected.view(torch.uint8))
+    expected = mxfp4.dequantize(packed, (mine + 127).to(torch.uint8)[:, None]).to(torch.float8_e4m3fn).view(torch.uint8)
+    # A word's first four columns and its others are 16 apart.
+    made = out.value.view(torch.uint8).view(-1, 4, 2, 4).transpose(1, 2).reshape(-1, 32)
+    assert torch.equal(made, expected)
 
 
 def instructions(words: int, normal: bool) -> list[str]:
@@ -252,8 +254,17 @@ def test_a_table_of_normal_numbers_needs_no_conversion() -> None:
     assert len(more) - len(few) <= 16
 
 
+def tile_of_every_distance(spread: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed codes and scales, [128, 256]; in some warps only short distances."""
+    packed, scales = random_packed(128, 256, spread, spread, 100)
+    scales[0, ::4] = 100 + spread
+    scales[32:64] = 100 + spread - torch.arange(8) % 4
+    packed[70, :16], scales[70, 0] = 0x80, 254
+    return packed, scales
+
+
 @needs_compiler
-@pytest.mark.parametrize("spread", [11, 12, 30])
+@pytest.mark.parametrize("spread", [7, 11, 12, 30])
 def test_tiles_decode_to_what_the_matrix_unit_reads(spread: int) -> None:
     """By the code of the decoding warps: e4m3 as `fold` makes it, rows of 128 bytes whose 16-byte pieces are swizzled by the row."""
     from decode_kernel import compiled_decode_tiles
@@ -261,10 +272,7 @@ def test_tiles_decode_to_what_the_matrix_unit_reads(spread: int) -> None:
     from emulated_memory import Memory
     from ptx_interpreter import Grid, run
 
-    packed, scales = random_packed(128, 256, spread, spread, 100)
-    scales[0, ::4] = 100 + spread  # every distance occurs, and in some warps only short ones
-    scales[32:64] = 100 + spread - torch.arange(8) % 4
-    packed[70, :16], scales[70, 0] = 0x80, 254
+    packed, scales = tile_of_every_distance(spread)
     tiles = mxfp4.to_tiles(mxfp4.to_words(packed), mxfp4.distances(scales, mxfp4.tile_scales(packed, scales)))[0]
     memory = Memory(1 << 20)
     source, out = Array.of(memory, tiles), Array(memory, (2, 128, 8, 16), torch.uint8)
@@ -274,3 +282,24 @@ def test_tiles_decode_to_what_the_matrix_unit_reads(spread: int) -> None:
         plain = out.value[k][row, piece ^ row % 8].flatten(1)
         expected, _ = mxfp4.fold(packed, scales)
         assert torch.equal(plain, expected.view(torch.uint8)[:, 128 * k : 128 * k + 128])
+
+
+@needs_compiler
+@pytest.mark.parametrize("spread", [7, 11, 12, 30])
+def test_tiles_decode_to_the_operand_in_registers(spread: int) -> None:
+    """By the code of a swapped kernel's math warps: of two warpgroups every thread's part of 64 rows, as wgmma m64k32 has it."""
+    from decode_kernel import compiled_decode_operand
+    from emulated_launch import Array, translated
+    from emulated_memory import Memory
+    from ptx_interpreter import Grid, run
+
+    packed, scales = tile_of_every_distance(spread)
+    tiles = mxfp4.to_tiles(mxfp4.to_words(packed), mxfp4.distances(scales, mxfp4.tile_scales(packed, scales)))[0]
+    memory = Memory(1 << 20)
+    source, out = Array.of(memory, tiles), Array(memory, (2, 2, 4, 8, 4, 4, 2, 2, 4), torch.uint8)
+    run([[Grid(translated(compiled_decode_operand()), 2, [source.address, out.address], memory)]])
+    # [tile, warpgroup, warp, a, q, block, half of the block, 8 rows further, column] to rows and columns
+    made = out.value.permute(0, 1, 2, 7, 3, 5, 6, 4, 8).reshape(2, 128, 128)
+    expected, _ = mxfp4.fold(packed, scales)
+    for k in range(2):
+        assert torch.equal(made[k], expected.view(torch.uint8)[:, 128 * k : 128 * k + 128])

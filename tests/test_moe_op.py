@@ -559,7 +559,7 @@ def test_serial_pipeline_in_order(alone: None, monkeypatch: pytest.MonkeyPatch) 
 def test_rows_of_an_expert_choose_the_kernel(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     import xstage.moe
     from xstage.moe.shapes import rows_of_an_expert
-    from xstage.moe.work_table import FORMS, NARROW_ROWS, SPLIT_ROWS, WorkOrder
+    from xstage.moe.work_table import FORMS, NARROW_ROWS, SPLIT_ROWS, SWAPPED_ROWS, WorkOrder
 
     assert [rows_of_an_expert(tokens, ranks=2, top_k=8, experts=128) for tokens in (0, 1, 384, 385)] == [0, 1, NARROW_ROWS, NARROW_ROWS + 1]
 
@@ -580,14 +580,19 @@ def test_rows_of_an_expert_choose_the_kernel(alone: None, monkeypatch: pytest.Mo
     most = 4 * SPLIT_ROWS
     layout = BufferLayout(1, EXPERTS, HIDDEN, TOP_K, most)
     options: dict[str, Any] = {"clamp": None, "group": group, "device": CPU, "timeout_s": 3.0, "tag": "t", "order": order}
-    few, many = (rows * EXPERTS // TOP_K for rows in (NARROW_ROWS, SPLIT_ROWS))
+    least, few, many = (rows * EXPERTS // TOP_K for rows in (SWAPPED_ROWS, NARROW_ROWS, SPLIT_ROWS))
     x, idx, w = (torch.empty(many, n) for n in (HIDDEN, TOP_K, TOP_K))
-    for weights, wanted in ((Mxfp4Weights, ["narrow", "wide", "wide", "split", "wide"]), (Weights, ["wide"] * 5)):
+    for weights, wanted in (
+        (Mxfp4Weights, ["swapped", "narrow", "narrow", "wide", "wide", "split", "wide", "narrow"]),
+        (Weights, ["wide"] * 8),
+    ):
         pipeline = KernelPipeline(layout, weights(EXPERTS, HIDDEN, INTERMEDIATE, CPU), **options)
         taken.clear()
-        for tokens in (few, few + 1, many - EXPERTS, many):
+        for tokens in (least, least + 1, few, few + 1, many - EXPERTS, many):
             pipeline.run(x[:tokens], None, idx[:tokens], w[:tokens], x)
         pipeline.spans = object()  # type: ignore[assignment]
+        pipeline.run(x[:1], None, idx[:1], w[:1], x)
+        pipeline.spans, pipeline.form = None, wanted[1]
         pipeline.run(x[:1], None, idx[:1], w[:1], x)
         assert taken == wanted, weights
     assert compiled == list(FORMS), "once, by four-bit weights only"

@@ -256,7 +256,7 @@ def test_mxfp4_is_what_fp8_kernels_make_of_the_folded_weights(k: int, n: int) ->
 
 @pytest.mark.parametrize("name", ["interleaved", "alternating", "expert_wave", "linear1_first"])
 @pytest.mark.parametrize(("k", "n"), [(512, 1024), (1024, 512), (1536, 1536)])
-@pytest.mark.parametrize("form", ["wide", "split", "narrow"])
+@pytest.mark.parametrize("form", ["wide", "split", "narrow", "swapped"])
 def test_mxfp4_both_layers_in_one_kernel(k: int, n: int, name: str, form: str) -> None:
     both_layers(k, n, name, form)
 

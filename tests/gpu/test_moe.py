@@ -32,6 +32,8 @@ import pytest
 import torch
 from sections import DEVICE, MARKS, RANK, WORLD, arguments, everywhere, main, outcome, say, settle
 
+from xstage.moe.work_table import FORMS
+
 SECTIONS = (
     "random", "orders", "spans", "poison", "replay", "delay", "stream", "compile", "layers", "fallback", "mxfp4", "refuse", "dead",
 )  # fmt: skip
@@ -234,10 +236,10 @@ def orders(options: argparse.Namespace, format_: str = "fp8") -> None:
                     if schedule == "serial":
                         wanted.append(moe(*mine))
                         continue
-                    for narrow, split in ((0, 10**6), (0, 0), (10**6, 0)) if format_ == "mxfp4" else ((0, 0),):  # each form of the kernel
-                        moe._kernels.narrow_rows, moe._kernels.split_rows = narrow, split
+                    for form in FORMS if format_ == "mxfp4" else (None,):
+                        moe._kernels.form = form
                         poison(moe)
-                        what = f"{configuration}, {schedule}, lead {lead}, {kind}, rows {narrow}, {split}"
+                        what = f"{configuration}, {schedule}, lead {lead}, {kind}, {form}"
                         assert everywhere(torch.equal(moe(*mine), wanted[turn])), what
                         moe.check()
                 settle()
@@ -255,7 +257,7 @@ def recorded(options: argparse.Namespace, format_: str = "fp8") -> None:
         spans = Spans.of(exchange.layout, moe.intermediate, moe.device, ctas_of(moe.device.index))
         for turn, kind in enumerate(KINDS):
             split = format_ == "mxfp4" and turn % 2 == 1
-            pipeline.split_rows = 0 if split else 10**6
+            pipeline.form = None if format_ == "fp8" else "split" if split else "wide"
             mine = problem.tokens(RANK, 600 - 70 * turn if RANK else 31 * turn, kind, turn)
             pipeline.spans = None
             wanted = moe(*mine)

@@ -27,6 +27,11 @@ def as_float(bits: Int32) -> Float32:
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
 
 
+def as_bits(value: Float32) -> Int32:
+    """The bits of a float32."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+
+
 def pack_bf16(low: Float32, high: Float32) -> Int32:
     """Two float32, each rounded to nearest even bf16, in one word."""
     return cute.arch.inline_ptx("cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Int32], read_only_args=[low, high])

@@ -33,6 +33,11 @@ def normal_magnitudes(shift: Int32) -> tuple[Int32, Int32]:
     return Int32(_LOW) + shift * _LOW_STEP, Int32(_HIGH) + shift * _HIGH_STEP
 
 
+def normal_magnitudes_below(distance: Int32) -> tuple[Int32, Int32]:
+    """`normal_magnitudes` of the shift 6 − distance, in as many instructions; distance in 0 … 11."""
+    return Int32(_LOW + 6 * _LOW_STEP) - distance * _LOW_STEP, Int32(_HIGH + 6 * _HIGH_STEP) - distance * _HIGH_STEP
+
+
 @cute.jit
 def magnitudes(shift: Int32) -> tuple[Int32, Int32]:
     """`normal_magnitudes` of any shift up to 6, rounded to nearest even."""

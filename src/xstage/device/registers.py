@@ -70,3 +70,31 @@ def load_shared_128(address: Int32) -> tuple[Int32, Int32, Int32, Int32]:
 def store_shared_128(address: Int32, a: Int32, b: Int32, c: Int32, d: Int32) -> None:
     """Four words to shared memory at a 16-byte aligned address."""
     cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, a, b, c, d])
+
+
+def load_shared_64(address: Int32) -> tuple[Int32, Int32]:
+    """Two words of shared memory from an 8-byte aligned address."""
+    return cute.arch.inline_ptx("ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Int32] * 2, read_only_args=[address])
+
+
+def store_shared_64(address: Int32, a: Int32, b: Int32) -> None:
+    """Two words to shared memory at an 8-byte aligned address."""
+    cute.arch.inline_ptx("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, a, b])
+
+
+def store_e4m3_pair(address: Int32, low: Float32, high: Float32) -> None:
+    """Two float32 rounded as `e4m3_quad` rounds them to two bytes of shared memory; `address` is even."""
+    cute.arch.inline_ptx(
+        "{ .reg .b16 pair; cvt.rn.satfinite.e4m3x2.f32 pair, {$r2}, {$r1}; st.shared.b16 [{$r0}], pair; }",
+        read_only_args=[address, low, high],
+    )
+
+
+def max_shared(address: Int32, word: Int32) -> None:
+    """The word in shared memory becomes the larger of both, without a sign; nobody waits."""
+    cute.arch.inline_ptx("red.shared.max.u32 [{$r0}], {$r1};", read_only_args=[address, word])
+
+
+def load_shared_byte(address: Int32) -> Int32:
+    """A byte of shared memory, 0 … 255."""
+    return cute.arch.inline_ptx("ld.shared.u8 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])

@@ -152,3 +152,15 @@ def burst_of_bulk(base: Int64, size: Int32, shared_address: Int32, shared_bytes:
     """
     for offset in cutlass.range(0, size, chunk, unroll=1):
         bulk_store(base + Int64(offset), shared_address + offset % shared_bytes, cutlass.min(Int32(chunk), size - offset))
+
+
+def cluster_address(shared_address: Int32, rank: Int32) -> Int32:
+    """Where CTA `rank` of the cluster has what this one has at `shared_address`."""
+    return cute.arch.inline_ptx(
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[shared_address, rank]
+    )
+
+
+def arrive_cluster(address: Int32) -> None:
+    """Arrive at an mbarrier of the cluster, by `cluster_address`."""
+    cute.arch.inline_ptx("mbarrier.arrive.shared::cluster.b64 _, [{$r0}];", read_only_args=[address])

@@ -1,4 +1,5 @@
-"""MXFP4 weights of the grouped GEMM (`gemm_sm90`) on their way to the matrix unit: a fourth warpgroup turns codes into e4m3.
+"""MXFP4 weights of the grouped GEMM (`gemm_sm90`) on their way to the matrix unit: a fourth warpgroup turns codes into e4m3, or, of
+a swapped kernel, every math warp its own into registers (`decode_operand`).
 
 A stage of the ring carries codes instead of e4m3, in tiles of 128 weight rows × 128 of K, each `mxfp4.TILE_BYTES` as they rest in
 memory: a tile is one bulk copy, which brings the distances of its blocks too. The decoding warps write *halves*, such tiles in e4m3 as
@@ -28,7 +29,7 @@ A thread has a row of a tile: four blocks of 32 codes, 16 bytes each. A warp's a
 lie row by row (`mxfp4.to_tiles`), and the swizzle puts eight rows' pieces into eight groups of banks. A block's distance gives its table
 of magnitudes: two multiply-adds where all are normal numbers, by conversions where a warp has any that are not (`device.fp4`).
 
-Not covered: wgmma with the weight in registers, halves of fewer columns for tiles with few rows.
+Not covered: halves of fewer columns.
 """
 
 from __future__ import annotations
@@ -194,8 +195,35 @@ def _decode_row(source: Int32, to: Int32, distances: Int32, codes: Any, normal: 
         a, b, c, d = codes[block]
         if const_expr(block + AHEAD < 4):  # before this block's are written: a load does not pass a store
             codes.append(registers.load_shared_128(source + (block + AHEAD) * 2048))
-        shift = LARGEST_SHIFT - ((distances >> 8 * block) & 0xFF)
-        low, high = fp4.normal_magnitudes(shift) if const_expr(normal) else fp4.magnitudes(shift)
-        for piece, words in ((0, (a, b)), (1, (c, d))):
-            first, second = fp4.decode(words[0], low, high), fp4.decode(words[1], low, high)
-            registers.store_shared_128(to ^ (block * 32 + piece * 16), *first, *second)
+        distance = (distances >> 8 * block) & 0xFF
+        low, high = fp4.normal_magnitudes_below(distance) if const_expr(normal) else fp4.magnitudes(LARGEST_SHIFT - distance)
+        pieces = zip(*(fp4.decode(word, low, high) for word in (a, b, c, d)), strict=True)
+        for piece, words in enumerate(pieces):
+            registers.store_shared_128(to ^ (block * 32 + piece * 16), *words)
+
+
+@cute.jit
+def decode_operand(source: Int32, below: Int32, words: cute.Tensor) -> None:
+    """Rows r and r + 8 of a tile of codes to e4m3, as a thread has them in the operand of wgmma that is in registers. All lanes of a warp
+    call it.
+
+    Args:
+        source: shared address of word q of row r's first block; below: of the row's distances.
+        words: int32 [16], written: of block b of K words 4 b … 4 b + 3: columns 4 q … 4 q + 3 of row r, of r + 8, both 16 columns further.
+    """
+    codes = [[registers.load_shared_32(source + block * 2048 + h * 128) for h in range(2)] for block in range(4)]
+    # Of distances above 7; a table of normal numbers would do up to 11, but to ask for that costs four instructions of some 150 a stage.
+    far = (registers.load_shared_32(below) | registers.load_shared_32(below + 32)) & Int32(-0x07070708)
+    if cute.arch.vote_any_sync(far != 0):
+        _decode_words(codes, below, words, False)
+    else:
+        _decode_words(codes, below, words, True)
+
+
+@cute.jit
+def _decode_words(codes: Any, below: Int32, words: cute.Tensor, normal: cutlass.Constexpr[bool]) -> None:
+    for block in cutlass.range_constexpr(4):
+        for h in cutlass.range_constexpr(2):
+            distance = registers.load_shared_byte(below + h * 32 + block)
+            table = fp4.normal_magnitudes_below(distance) if const_expr(normal) else fp4.magnitudes(LARGEST_SHIFT - distance)
+            words[block * 4 + h], words[block * 4 + 2 + h] = fp4.decode(codes[block][h], *table)

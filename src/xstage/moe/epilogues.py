@@ -43,12 +43,14 @@ class Epilogue:
     warpgroup; the sums of the others are zeros.
 
     alternating: column blocks of 8 take turns in having the first and the second scale of the tile (gate and up); else the first
-    128 columns have the first, the others the second. groups: math warpgroups, of 64 rows each; row tiles m count groups · 64 rows.
+    128 columns have the first, the others the second. groups: of 64 rows, one per math warpgroup; row tiles m count groups · 64 rows.
+    handing: threads that meet where a group's staging is handed to the store warp, that warp and those who write it.
     """
 
     staging_bytes = 32 * 1024
     alternating = False
     groups = 2
+    handing = 160
     split = False
     # Of a split kernel, at run time: its CTA, whether the row tile is alone, memory and mbarriers for what the CTAs tell each other.
     member: Any = 0
@@ -153,7 +155,8 @@ class SwigluFp8(Epilogue):
     clamp: gate is bounded above and up on both sides by it; None: neither. handed: staged tiles are handed to a store warp, which
     calls `await_staged` and `store_staged` until there are no more; the math warps call `await_free` before they stage again, and
     `no_more` at the end.
-    A word in shared memory says which tile is staged, and hands on `last`: 1, or whether these are the last rows of 128.
+    A word in shared memory says which tile is staged, and in its lowest bit, of a split tile whether it is a single one, else `last`: 1, or
+    whether these are the last rows of 128.
     """
 
     alternating = True
@@ -203,7 +206,7 @@ class SwigluFp8(Epilogue):
         for r in cutlass.range_constexpr(2):
             for j in cutlass.range_constexpr(0, 16, 2):
                 for e in cutlass.range_constexpr(2):
-                    sums[((e, r, j), 0, 0)] = self._swiglu(sums[((e, r, j), 0, 0)], sums[((e, r, j + 1), 0, 0)])
+                    sums[((e, r, j), 0, 0)] = self.swiglu(sums[((e, r, j), 0, 0)], sums[((e, r, j + 1), 0, 0)])
 
     @cute.jit
     def end(self) -> None:
@@ -212,9 +215,8 @@ class SwigluFp8(Epilogue):
 
     @cute.jit
     def await_staged(self) -> tuple[Int32, Int32, Int32]:
-        """The store warp's part: the next tile that the first warpgroup has staged, as row and column tile, −1: there are no more; and
-        `last` as it was then."""
-        cute.arch.barrier(barrier_id=STAGED, number_of_threads=160)
+        """The store warp's part: the next tile that is staged, as row and column tile, −1: there are no more; and its lowest bit."""
+        cute.arch.barrier(barrier_id=STAGED, number_of_threads=self.handing)
         return decoded(load_shared(self.word))
 
     @cute.jit
@@ -222,7 +224,7 @@ class SwigluFp8(Epilogue):
         """That tile, until its elements are in memory; its scales were written by the math warps."""
         for group in cutlass.range_constexpr(self.groups):
             if const_expr(group == 1):
-                cute.arch.barrier(barrier_id=STAGED + group, number_of_threads=160)
+                cute.arch.barrier(barrier_id=STAGED + group, number_of_threads=self.handing)
             if const_expr(self.split):
                 cute.copy(self.outputs[0], self.source[(None, group * 2)], self.target[(None, m * 2 + group, n * 2 + self.member)])
                 if last == 0:
@@ -233,13 +235,13 @@ class SwigluFp8(Epilogue):
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         for group in cutlass.range_constexpr(self.groups):
-            cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=160)
+            cute.arch.barrier_arrive(barrier_id=FREE + group, number_of_threads=self.handing)
         cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     @cute.jit
     def await_free(self) -> None:
         """Until the store warp has read what was handed to it."""
-        cute.arch.barrier(barrier_id=FREE + self.group, number_of_threads=160)
+        cute.arch.barrier(barrier_id=FREE + self.group, number_of_threads=self.handing)
 
     @cute.jit
     def no_more(self) -> None:
@@ -251,7 +253,7 @@ class SwigluFp8(Epilogue):
         """Which tile the first warpgroup has staged. The store warp reads it before it says that the staging is free."""
         if self.group == 0:
             registers.store_shared_32(self.word, word)
-            cute.arch.barrier_arrive(barrier_id=STAGED, number_of_threads=160)
+            cute.arch.barrier_arrive(barrier_id=STAGED, number_of_threads=self.handing)
 
     @cute.jit
     def _finish(self, first: cute.Tensor, second: cute.Tensor, m: Int32, n: Int32) -> None:
@@ -286,7 +288,7 @@ class SwigluFp8(Epilogue):
         if const_expr(self.handed):
             self._hand(encoded(m, n, self.single if self.split else self.last))
             if self.group == 1:
-                cute.arch.barrier_arrive(barrier_id=STAGED + 1, number_of_threads=160)
+                cute.arch.barrier_arrive(barrier_id=STAGED + 1, number_of_threads=self.handing)
         else:
             self._meet()
             if self.leads:
@@ -335,7 +337,8 @@ class SwigluFp8(Epilogue):
         return [registers.max_magnitude(tops[q], as_float(others[q])) for q in range(4)]
 
     @cute.jit
-    def _swiglu(self, gate: Float32, up: Float32) -> Float32:
+    def swiglu(self, gate: Float32, up: Float32) -> Float32:
+        """silu(gate) · up, both bounded by the clamp."""
         if const_expr(self.clamp is not None):
             limit = Float32(self.clamp)
             gate = registers.minimum(gate, limit)

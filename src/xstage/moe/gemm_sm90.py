@@ -45,7 +45,7 @@ same way for the row tile whose place it takes, `SPARE_TILES` before it. Its ent
 With `spans` every role writes down when its steps began and ended (`spans_sm90`); without, nothing of that is in the machine code.
 
 Weights in MXFP4 (`codes`): stages carry codes, and a fourth warpgroup decodes them for the math warps (`decode_sm90`). All else, scales
-and epilogues included, is the same. Without, nothing of this is in the machine code. There are three forms (`form`), which give the same
+and epilogues included, is the same. Without, nothing of this is in the machine code. There are four forms (`form`), which give the same
 bits; which is taken when: `work_table`.
 
 * Wide: stages have two tiles of codes instead of two of e4m3.
@@ -56,9 +56,11 @@ bits; which is taken when: `work_table`.
   without any real row are left out. A scale of Linear-1's output is that of 128 columns, of which a CTA has half: both tell the other
   their rows' largest (`st.async`). CTAs count in `ready` what they have of a row tile each, so it is complete at twice its column tiles.
 * Narrow (of two layers): for experts of few rows, where decoding takes longer than multiplying. One warpgroup multiplies, 64
-  rows, two decode, and of the memory that 64 rows fewer leave there are six stages. A tile whose second 64 rows are not all padding, or
-  whose neighbour in the cluster has such, passes twice through the ring; `ready` counts it after the second time. Its words count rows by
-  64, and have in the lowest bit whether this is the last time.
+  rows, two decode, and of the memory that 64 rows fewer leave there are six stages. Of a stage's rows those are loaded that are real,
+  by 8. A tile whose second 64 rows are not all padding, or whose neighbour in the cluster has such, passes twice through the ring;
+  `ready` counts it after the second time. Its words count rows by 64, and have in the lowest bit whether this is the last time.
+* Swapped: as the narrow form, for fewer rows still, but four warpgroups decode codes straight into registers, where wgmma takes its first
+  operand from, and multiply them with as many rows as there are (`swapped_sm90`). There is no ring of decoded weight.
 
 What the split form's CTAs wait for in each other changes nothing in why nothing deadlocks: both load, compute and count the same entries in
 the same order, and a warpgroup that waits for the other's largest has done with all stages of that tile.
@@ -85,11 +87,12 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from xstage.device import registers, signals, stores
-from xstage.moe import decode_sm90, spans_sm90
+from xstage.moe import decode_sm90, spans_sm90, swapped_sm90
 from xstage.moe.layout import MOST_SLOTS
-from xstage.moe.loads_sm90 import CLUSTER, TILE_K, TILE_M, TileLoads, words_of
+from xstage.moe.loads_sm90 import CLUSTER, ROW_BLOCK, TILE_K, TILE_M, TileLoads, words_of
 from xstage.moe.mxfp4 import TILE_BYTES
 from xstage.moe.spans import END, HALF_END, HALF_START, MAIN_END
+from xstage.moe.swapped_sm90 import SwappedMath
 from xstage.moe.work_table import COLUMN_MASK, LAYER_SHIFT, ROW_SHIFT
 
 THREADS = 384
@@ -97,7 +100,7 @@ SHARED_BYTES = 227 * 1024  # as much as a CTA can have
 MATH_REGISTERS, LOAD_REGISTERS = 232, 40
 
 
-class GroupedGemm(TileLoads):
+class GroupedGemm(TileLoads, SwappedMath):
     """epilogues: one of `xstage.moe.epilogues` per layer. stages: of the ring. unroll: stages of a round; divides `stages` and K / 128.
     count: of one layer, the entry of `totals` that counts the work; of two, the first two do. sender: sends rows meanwhile (`send_sm90`),
     and Linear-1 tiles wait until theirs have arrived; of two layers only. recorded: with spans. spare: a row tile of Linear-1's output lies
@@ -109,24 +112,34 @@ class GroupedGemm(TileLoads):
         spare: int = 0, form: str | None = None,
     ) -> None:  # fmt: skip
         self.epilogues, self.stages, self.unroll, self.count, self.sender = epilogues, stages, unroll, count, sender
-        self.spare, self.codes, self.narrow, self.split = spare, form is not None, form == "narrow", form == "split"
+        self.spare, self.codes, self.split, self.swapped = spare, form is not None, form == "split", form == "swapped"
+        self.narrow = self.swapped or form == "narrow"  # of 64 rows
         self.registers = (MATH_REGISTERS, LOAD_REGISTERS)
         if self.codes:
             self.registers = (decode_sm90.MATH_REGISTERS, decode_sm90.LOAD_REGISTERS)
         if self.narrow:
             self.registers = (decode_sm90.NARROW_MATH_REGISTERS, decode_sm90.NARROW_LOAD_REGISTERS)
-        # Warpgroups: 0 and 1 multiply, 2 loads, 3 decodes if there are codes; narrow: 0 multiplies, 2 loads, 1 and 3 decode.
-        self.groups = 1 if self.narrow else 2  # that multiply
-        self.decoders = (2 if self.narrow else 1) if self.codes else 0
-        self.rows = 64 * self.groups  # that are multiplied at a time; split: of each of a stage's two row tiles
+        if self.swapped:
+            self.registers = (swapped_sm90.MATH_REGISTERS, swapped_sm90.LOAD_REGISTERS)
+        # Warpgroups: 0 and 1 multiply, 2 loads, 3 decodes if there are codes; narrow: 0 multiplies, 2 loads, 1 and 3 decode; swapped:
+        # 2 loads, 0, 1, 3 and 4 decode and multiply.
+        self.groups = 1 if self.narrow else 2  # of 64 rows, that are multiplied at a time; split: of each of a stage's two row tiles
+        self.math_warps = 4 * (swapped_sm90.GROUPS if self.swapped else self.groups)
+        self.decoding = self.codes and not self.swapped  # on warps of their own
+        self.decoders = (2 if self.narrow else 1) if self.decoding else 0
+        self.rows = 64 * self.groups
         self.halves = 1 if self.split else 2  # of codes, in a stage
         # Floats of a stage: a scale per row, four of the weight, then the tile's words; without the rest as many stages fit as do.
-        self.ring = stages // 2 if self.split else decode_sm90.HALVES  # of decoded halves
+        self.ring = stages // 2 if self.split else 0 if self.swapped else decode_sm90.HALVES  # of decoded halves
         self.word = (2 if self.split else 1) * TILE_M + 4
         self.few = self.word + 1
         self.scales = self.word + (4 if self.split or self.narrow else 28)
         for epilogue in epilogues:
             epilogue.groups, epilogue.split = self.groups, self.split
+            epilogue.handing = 32 + (swapped_sm90.MATH_THREADS if self.swapped else 128)
+        self.threads = swapped_sm90.THREADS if self.swapped else decode_sm90.THREADS if self.codes else THREADS
+        self.largest_words = 512 if self.split else swapped_sm90.TOPS if self.swapped else 4
+        self.row_bytes = swapped_sm90.STAGING_BYTES if self.swapped else 16
         self.slot_bytes = 16 if sender is None else sender.slot_bytes
         self.recorded, self.state_words = recorded, 1 + spans_sm90.STATE_WORDS if recorded else 1
 
@@ -161,8 +174,10 @@ class GroupedGemm(TileLoads):
         # One memory, seen in slots of a stage's rows by wgmma and in boxes of as many or of 64 rows by the copies.
         tiles = 2 if self.split else 1  # of rows, in a stage
         slots_a = cute.tile_to_shape(atom, (self.rows, TILE_K, tiles * stages), (0, 1, 2))
-        slots_w = cute.tile_to_shape(atom, (128, TILE_K, self.ring if self.codes else 2 * stages), (0, 1, 2))
-        halves_a = cute.tile_to_shape(atom, (64, TILE_K, self.groups * tiles * stages), (0, 1, 2))
+        # A swapped kernel has no decoded weight in shared memory: a layout that nobody uses.
+        slots_w = cute.tile_to_shape(atom, (8 if self.swapped else 128, TILE_K, (self.ring or 1) if self.codes else 2 * stages), (0, 1, 2))
+        box = ROW_BLOCK if self.narrow else 64
+        halves_a = cute.tile_to_shape(atom, (box, TILE_K, self.rows // box * tiles * stages), (0, 1, 2))
 
         @cute.struct
         class Shared:
@@ -181,9 +196,10 @@ class GroupedGemm(TileLoads):
         @cute.struct
         class Coded:
             codes: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.halves * TILE_BYTES * stages], 128]
-            barriers: cute.struct.MemRange[Int64, self.ring + (stages if self.split else self.ring)]
+            barriers: cute.struct.MemRange[Int64, 1 + self.ring + (stages if self.split else self.ring)]
             exchanged: cute.struct.MemRange[Int64, 4]
-            largest: cute.struct.Align[cute.struct.MemRange[Float32, 512 if self.split else 4], 16]
+            largest: cute.struct.Align[cute.struct.MemRange[Float32, self.largest_words], 16]
+            rows: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.row_bytes], 16]
 
         self.shared, self.coded = Shared, Coded
         size: Any = Shared.size_in_bytes()  # type: ignore[attr-defined]
@@ -191,10 +207,21 @@ class GroupedGemm(TileLoads):
             size += Coded.size_in_bytes()  # type: ignore[attr-defined]
         if const_expr(size > SHARED_BYTES):
             raise ValueError(f"shared memory: {size} bytes; a CTA can have {SHARED_BYTES}")
+        products = None
+        if const_expr(self.swapped):
+            products = tuple(
+                tuple(
+                    sm90.make_trivial_tiled_mma(
+                        Float8E4M3FN, Float8E4M3FN, k_major, k_major, Float32, (1, 1, 1), (64, width), warpgroup.OperandSource.RMEM
+                    )
+                    for _ in range(2)
+                )
+                for width in swapped_sm90.WIDTHS
+            )
         sources = [self._source(layer, n, slots_a, slots_w, halves_a) for layer, n in zip(layers, columns, strict=True)]
         targets = [epilogue.descriptors(out) for epilogue, out in zip(self.epilogues, outputs, strict=True)]
-        self.kernel(sources, targets, work, totals, ready, spans, start, go_on, slots_a, slots_w, halves_a).launch(
-            grid=(ctas, 1, 1), block=[decode_sm90.THREADS if self.codes else THREADS, 1, 1], cluster=(CLUSTER, 1, 1), stream=stream,
+        self.kernel(sources, targets, work, totals, ready, spans, (start, go_on), products, slots_a, slots_w, halves_a).launch(
+            grid=(ctas, 1, 1), block=[self.threads, 1, 1], cluster=(CLUSTER, 1, 1), stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
 
@@ -203,9 +230,11 @@ class GroupedGemm(TileLoads):
         one, shared = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileG2SMulticastOp()
         a, weight = (cute.make_tensor(cute.recast_ptr(t.iterator, dtype=Float8E4M3FN), t.layout) for t in layer[:2])
         box_a, box_w, half = (cute.slice_(layout, (None, None, 0)) for layout in (slots_a, slots_w, halves))
+        if self.narrow:
+            box_a = half
         copies: tuple[Any, ...] = (
-            cpasync.make_tiled_tma_atom(one, a, box_a, (self.rows, TILE_K)),  # split: unused
-            cpasync.make_tiled_tma_atom(shared, a, half, (64, TILE_K), num_multicast=1),
+            cpasync.make_tiled_tma_atom(one, a, box_a, (cute.size(box_a.outer, mode=[0]), TILE_K)),  # split: unused
+            cpasync.make_tiled_tma_atom(shared, a, half, (cute.size(half.outer, mode=[0]), TILE_K), num_multicast=1),
         )  # fmt: skip
         if self.codes:
             copies += (layer[1],)
@@ -218,9 +247,10 @@ class GroupedGemm(TileLoads):
 
     @cute.kernel
     def kernel(
-        self, sources: Any, targets: Any, work: Any, totals: cute.Tensor, ready: Any, spans: Any, start: cute.TiledMma,
-        go_on: cute.TiledMma, slots_a: cute.ComposedLayout, slots_w: cute.ComposedLayout, halves_a: cute.ComposedLayout,
+        self, sources: Any, targets: Any, work: Any, totals: cute.Tensor, ready: Any, spans: Any, mmas: Any, products: Any,
+        slots_a: cute.ComposedLayout, slots_w: cute.ComposedLayout, halves_a: cute.ComposedLayout,
     ):  # fmt: skip
+        start, go_on = mmas
         thread = cute.arch.thread_idx()[0]
         block = cute.arch.block_idx()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -249,10 +279,10 @@ class GroupedGemm(TileLoads):
                     cute.arch.mbarrier_init(full + i, 1 + (decode_sm90.WARPS if self.split else 0))
                     # Every math warp of both CTAs, and every decoding warp; split: these have long read what math warps are done with.
                     decoding = 0 if self.split else decode_sm90.WARPS * self.decoders
-                    cute.arch.mbarrier_init(empty + i, (4 * self.groups + decoding) * CLUSTER)
-                if const_expr(self.codes):
+                    cute.arch.mbarrier_init(empty + i, (self.math_warps + decoding) * CLUSTER)
+                if const_expr(self.decoding):
                     for i in cutlass.range_constexpr(self.ring):
-                        cute.arch.mbarrier_init(free + i, 4 * self.groups)
+                        cute.arch.mbarrier_init(free + i, self.math_warps)
                         if const_expr(not self.split):
                             cute.arch.mbarrier_init(decoded + i, decode_sm90.WARPS)
                 if const_expr(self.split):
@@ -301,7 +331,11 @@ class GroupedGemm(TileLoads):
         else:
             r_slots = (shared.a.get_tensor(slots_a.outer, swizzle=slots_a.inner), shared.w.get_tensor(slots_w.outer, swizzle=slots_w.inner))
             rings = (full, empty, decoded, free)
-            if const_expr(self.codes):
+            if const_expr(self.swapped):
+                rows = [cute.local_tile(r_slots[0], (width, TILE_K), (0, 0, None)) for width in swapped_sm90.WIDTHS]
+                memory = tuple(Int32(part.data_ptr().toint()) for part in (shared.staging, own.rows, own.largest))
+                self._multiply_swapped(sources, targets, products, rows, codes, s_scales, rings, memory, handed)
+            elif const_expr(self.codes):
                 if thread // 128 >= (1 if const_expr(self.narrow) else 3):
                     tile = None
                     if const_expr(self.narrow):

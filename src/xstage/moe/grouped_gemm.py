@@ -31,8 +31,8 @@ from xstage.moe.spans import Spans
 from xstage.moe.work_table import FORMS, MAX_ROW_TILES, STAGES
 
 LINEAR1, LINEAR2 = 0, 1  # whose count of `totals` is meant
-SPLIT_SLOT_BYTES = 8 * 1024  # of a sending warp beside a split tile's rings: what is left
 NARROW_STAGES = 6  # of 64 rows and of codes
+SPLIT_SLOT_BYTES = 8 * 1024  # of a sending warp beside a split tile's rings: what is left
 
 
 def swiglu(
@@ -90,7 +90,8 @@ def both(
     ready: (int32 [1 + rows / 128], zeros; control and call words of `xstage.device.meeting`); with a layout, which is `direct`, the kernel
     also sends this rank's rows, and `ready` goes on with (arrived, addresses for `send_sm90.Sender.run`).
     spans: records of this call are added to it (`clear` it before); another kernel, which writes them.
-    form: of the kernel (`gemm_sm90`), with weights in MXFP4 one of `work_table.FORMS`; the same bits. `narrow` records no spans.
+    form: of the kernel (`gemm_sm90`), with weights in MXFP4 one of `work_table.FORMS`; the same bits. `narrow` and `swapped` record
+        no spans.
 
     Raises:
         XStageError: sizes that the kernel cannot take, spans of another GPU, or a form where it cannot be.
@@ -98,8 +99,8 @@ def both(
     codes = weight1.dim() == 4
     if form not in FORMS or (form != "wide" and not codes):
         raise XStageError(f"form: {form!r} is not one of {', '.join(FORMS)}, of which fp8 weights have the first")
-    if form == "narrow" and (spans is not None or a.shape[0] // 64 > MAX_ROW_TILES):
-        raise XStageError(f"form: 'narrow' needs no spans, and at most {64 * MAX_ROW_TILES} rows; there are {a.shape[0]}")
+    if form in ("narrow", "swapped") and (spans is not None or a.shape[0] // 64 > MAX_ROW_TILES):
+        raise XStageError(f"form: {form!r} needs no spans, and at most {64 * MAX_ROW_TILES} rows; there are {a.shape[0]}")
     spare = 0 if layout is None or layout.middle(middle.shape[1]) is None else SPARE_TILES
     given_form = form if codes else None
     unroll = _unroll(given_form, a.shape[1], middle.shape[1])
@@ -133,7 +134,8 @@ def kernels(
 
 
 def forms(layout: BufferLayout, recorded: bool) -> tuple[str, ...]:
-    """That the kernel of both layers may have with weights in MXFP4. A narrow one must be able to count the layout's rows by 64."""
+    """That the kernel of both layers may have with weights in MXFP4. Narrow and swapped ones must be able to count the layout's rows by
+    64."""
     return FORMS if not recorded and layout.rows // 64 <= MAX_ROW_TILES else FORMS[:2]
 
 
@@ -170,7 +172,7 @@ def _matrix(weight: torch.Tensor) -> torch.Tensor:
 
 def _unroll(form: str | None, *depths: int) -> int:
     """Stages of a round: K of every layer is a whole number of rounds. form: None: weights are fp8. Longer rounds made the wide form
-    slower; the narrow one has not been tried with them."""
+    slower; the narrow one has not been tried with them; stages of the swapped one come in pairs."""
     for depth in depths:
         if depth % (2 * TILE_K):
             raise XStageError(f"a: K is {depth}; it must be a multiple of {2 * TILE_K}")
@@ -239,7 +241,8 @@ def compiled_gemm(
     spans = (vector(Int32), Int32(1)) if recorded else None
     work = (vector(Int32),) if kind == "both" else (vector(Int32), vector(Int32))
     layers = tuple(layer(columns) for _, columns in zip(parts, (columns1, columns2), strict=False))
-    kernel = GroupedGemm(parts, NARROW_STAGES if form == "narrow" else STAGES, unroll, count, sender, recorded, spare, form)
+    stages = NARROW_STAGES if form in ("narrow", "swapped") else STAGES
+    kernel = GroupedGemm(parts, stages, unroll, count, sender, recorded, spare, form)
     return cute.compile(
         kernel, layers, outputs, work, vector(Int32), ready, spans,
         tuple(Int32(512) for _ in parts), Int32(132), make_fake_stream(use_tvm_ffi_env_stream=True), options="--enable-tvm-ffi",

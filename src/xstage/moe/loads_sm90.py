@@ -26,6 +26,7 @@ from xstage.moe.work_table import COLUMN_MASK, LAYER_SHIFT, ROW_SHIFT, TAKEN_BEF
 
 TILE_M, TILE_N, TILE_K = 128, 256, 128
 CLUSTER = 2
+ROW_BLOCK = 8  # of a narrow or swapped kernel's rows that are copied at once
 
 
 class TileLoads:
@@ -160,6 +161,8 @@ class TileLoads:
     def _parts(self, source: Any, slots: Any) -> Any:
         """Shared and global memory of each copy, box by box."""
         boxes = ((0, slots[0], self.rows), (1, slots[1], 64), (2, slots[2], 128))[: 2 if self.codes else 3]
+        if self.narrow:
+            boxes = ((0, slots[1], ROW_BLOCK), (1, slots[1], ROW_BLOCK))
         tiles = [(source[i], s, cute.local_tile(source[i][1], (rows, TILE_K), (None, None))) for i, s, rows in boxes]
         return [
             cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2))
@@ -203,12 +206,15 @@ class TileLoads:
             few, late = Int32(taken[1] - m * TILE_M <= TILE_M // 2), cutlass.max(k_blocks - TAKEN_BEFORE, 0)
         half = few & mine  # of rows that the cluster shares only the first half is loaded, which has all that are real
         word = mine
+        row_bytes, blocks = TILE_M * TILE_K >> half, Int32(0)
         if const_expr(self.narrow):
-            half = Int32(1)
             m = m * 2 + upper
             word = m << ROW_SHIFT | mine & ((1 << ROW_SHIFT) - 2) | Int32(last)
             late = Int32(cutlass.select_(last, late, Int32(-1)))
-        stage_bytes = self.rows * 4 + 16 + w_bytes + (TILE_M * TILE_K >> half)
+            # Up to the last that has any that are real; others are not loaded.
+            blocks = cutlass.min(cutlass.max((taken[1] - m * self.rows + ROW_BLOCK - 1) // ROW_BLOCK, 1), self.rows // ROW_BLOCK)
+            row_bytes = blocks * (ROW_BLOCK * TILE_K)
+        stage_bytes = self.rows * 4 + 16 + w_bytes + row_bytes
         for k in cutlass.range(k_blocks, unroll=1):
             if const_expr(taken is not None):
                 if k == late:
@@ -217,22 +223,28 @@ class TileLoads:
             bar = full + stage
             with cute.arch.elect_one():
                 words[self.word, stage] = word  # math warps read the first stage's, decoding warps every one
-                if const_expr(taken is not None and not self.narrow):
+                if const_expr(self.narrow):
+                    words[self.few, stage] = blocks
+                elif const_expr(taken is not None):
                     words[self.few, stage] = few * Int32(k < k_blocks - self.unroll)  # not of the last round
                 cute.arch.mbarrier_arrive_and_expect_tx(bar, stage_bytes)
             if mine & 1 == 0:
-                cute.copy(load_a, from_a[(None, m, k)], to_a[(None, stage)], tma_bar_ptr=bar)
+                if const_expr(self.narrow):
+                    self._load_blocks(load_a, from_a, to_a, m, k, stage, blocks, bar, None)
+                else:
+                    cute.copy(load_a, from_a[(None, m, k)], to_a[(None, stage)], tma_bar_ptr=bar)
                 if const_expr(self.codes):
                     self._load_codes(source, w_block + member, k, codes, stage * 2 + member, bar, True)
                 else:
                     at = (None, stage * 2 + member)
                     cute.copy(share_w, from_w[(None, (w_block + member) * k_blocks + k, 0)], to_w[at], tma_bar_ptr=bar, mcast_mask=both)
             else:
-                if (half == 0) | (member == 0):
-                    at, box = stage * self.groups, m * self.groups
-                    if const_expr(not self.narrow):
-                        at, box = at + member, box + member
-                    cute.copy(share_a, from_half[(None, box, k)], to_half[(None, at)], tma_bar_ptr=bar, mcast_mask=both)
+                if const_expr(self.narrow):
+                    if member == 0:
+                        self._load_blocks(share_a, from_half, to_half, m, k, stage, blocks, bar, both)
+                elif (half == 0) | (member == 0):
+                    at = (None, stage * self.groups + member)
+                    cute.copy(share_a, from_half[(None, m * self.groups + member, k)], to_half[at], tma_bar_ptr=bar, mcast_mask=both)
                 for i in cutlass.range_constexpr(2):
                     if const_expr(self.codes):
                         self._load_codes(source, w_block + i, k, codes, stage * 2 + i, bar, False)
@@ -242,6 +254,18 @@ class TileLoads:
                 self._load_scales(source, s_scales, expert, k, m * self.rows, n, stage, bar, self.rows)
             stage, phase = self._after(stage, phase)
         return stage, phase
+
+    @cute.jit
+    def _load_blocks(self, copy, source, target, m, k, stage, blocks, bar, mask: cutlass.Constexpr[Any]) -> None:
+        """The first `blocks` blocks of rows of a narrow tile; mask: for which CTAs of the cluster."""
+        for block in cutlass.range_constexpr(self.rows // ROW_BLOCK):
+            if block < blocks:
+                at = (None, stage * (self.rows // ROW_BLOCK) + block)
+                box = (None, m * (self.rows // ROW_BLOCK) + block, k)
+                if const_expr(mask is None):
+                    cute.copy(copy, source[box], target[at], tma_bar_ptr=bar)
+                else:
+                    cute.copy(copy, source[box], target[at], tma_bar_ptr=bar, mcast_mask=mask)
 
     @cute.jit
     def _load_split(self, source, parts, given, mine, expert, stage, phase, taken, last) -> tuple[Int32, Int32]:

@@ -149,18 +149,19 @@ def fold(packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def to_words(packed: torch.Tensor) -> torch.Tensor:
-    """Packed codes in the order of bits that `xstage.device.fp4` decodes: of eight codes in four bytes only the signs move.
+    """Packed codes in the order of bits that `xstage.device.fp4` decodes.
 
-    Magnitude of code i: bits 4 i … 4 i + 2. Sign of code i: bit 8 i + 7 for i < 4, bit 8 (i − 4) + 3 for the others. So four signs lie
-    where four e4m3 bytes have theirs, and the others 4 bits below.
+    Word q of a block's four has columns 4 q … 4 q + 3 and 16 + 4 q … 16 + 4 q + 3 of its 32: what one of four threads holds of a row
+    where the weight is wgmma's operand in registers. Of these eight codes, magnitude i: bits 4 i … 4 i + 2; sign i: bit 8 i + 7 for
+    i < 4, bit 8 (i − 4) + 3 for the others. So four signs lie where four e4m3 bytes have theirs, and the others 4 bits below.
 
     Args:
-        packed: uint8 [..., in / 2], a multiple of 4 bytes.
+        packed: uint8 [..., in / 2], in a multiple of 32.
 
     Returns:
         uint8 like `packed`.
     """
-    codes = unpack(packed).unflatten(-1, (-1, 2, 4))  # [..., word, first or second four, code]
+    codes = unpack(packed).unflatten(-1, (-1, 2, 4, 4)).transpose(-3, -2).flatten(-4, -3)  # [..., word, first or second four, code]
     signs = codes >> 3
     moved = torch.stack((signs[..., 1, :], signs[..., 0, :]), -1)  # a byte's lower and upper sign
     return pack((codes & 7).flatten(-3) | moved.flatten(-3) << 3)
@@ -170,7 +171,8 @@ def from_words(words: torch.Tensor) -> torch.Tensor:
     """The inverse of `to_words`."""
     nibbles = unpack(words).unflatten(-1, (-1, 4, 2))  # [..., word, byte, lower or upper]
     signs = (nibbles >> 3).flip(-1).mT  # [..., word, first or second four, code]
-    return pack((nibbles & 7).flatten(-3) | signs.flatten(-3) << 3)
+    codes = (nibbles & 7).flatten(-2) | signs.flatten(-2) << 3
+    return pack(codes.unflatten(-1, (2, 4)).unflatten(-3, (-1, 4)).transpose(-3, -2).flatten(-4))
 
 
 # ---- at rest, for a kernel

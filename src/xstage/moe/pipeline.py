@@ -25,7 +25,7 @@ from xstage.moe.shapes import rows_of_an_expert
 from xstage.moe.spans import Spans
 from xstage.moe.weights import Weights
 from xstage.moe.weights_mxfp4 import Mxfp4Weights
-from xstage.moe.work_table import NARROW_ROWS, SPLIT_ROWS, WorkOrder
+from xstage.moe.work_table import WorkOrder, form_of
 
 
 class KernelPipeline:
@@ -38,9 +38,9 @@ class KernelPipeline:
         weights: what a call multiplies by; those of another layer of the same sizes may take their place between calls. exchange:
             `xstage.moe.exchange.Exchange`, symmetric memory and work lists. middle: uint8 (e4m3) [rows, intermediate], what enters the
             second GEMM, in one kernel in the place of rows that the first has done with; middle_scales: float32 [intermediate / 128,
-            rows]. spans: None, or the `xstage.moe.spans.Spans` into which the kernel of both GEMMs records from now on. narrow_rows,
-            split_rows: up to so many rows an expert, if all ranks have this rank's tokens, weights in MXFP4 are multiplied by the narrow
-            kernel, from so many on by the split one, else by the wide one, which give the same bits; with spans no narrow one records.
+            rows]. spans: None, or the `xstage.moe.spans.Spans` into which the kernel of both GEMMs records from now on; narrow
+            and swapped ones do not. form: of that kernel, with weights in MXFP4, by `work_table.form_of` as if all ranks had this rank's
+            tokens (None) or one of `work_table.FORMS`; they give the same bits.
 
     All ranks make it together, outside graph capture.
 
@@ -59,7 +59,7 @@ class KernelPipeline:
         layout = replace(layout, direct=order is not None)
         self.weights, self.clamp = weights, clamp
         self.spans: Spans | None = None
-        self.narrow_rows, self.split_rows = NARROW_ROWS, SPLIT_ROWS
+        self.form: str | None = None
         codes = order is not None and isinstance(weights, Mxfp4Weights)
         self._forms = grouped_gemm.forms(layout, False) if codes else ("wide",)
         self._compiled = len(self._forms) == 1
@@ -90,11 +90,8 @@ class KernelPipeline:
         self.exchange.dispatch(x, x_scales, topk_idx, topk_weights)
         layout = self.exchange.layout
         rows = rows_of_an_expert(len(x), layout.ranks, layout.top_k, layout.experts)
-        form = "wide"
-        if "narrow" in self._forms and self.spans is None and rows <= self.narrow_rows:
-            form = "narrow"
-        elif "split" in self._forms and rows >= self.split_rows:
-            form = "split"
+        forms = self._forms if self.spans is None else [form for form in self._forms if form not in ("narrow", "swapped")]
+        form = form_of(rows, forms) if self.form is None else self.form
         self.gemms(self.exchange.row_slot, form)
         self.exchange.combine(topk_idx, out)
 

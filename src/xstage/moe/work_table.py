@@ -49,11 +49,18 @@ ROW_SHIFT, LAYER_SHIFT, COLUMN_MASK = 12, 11, MAX_COLUMN_TILES - 1  # of a word
 ORDERS = ("interleaved", "alternating", "expert_wave", "linear1_first")
 NEVER = 1 << 30  # more entries than there are
 STAGES = 4  # of the ring through which a CTA loads its tiles: as many as fit
-# Of an expert, on average: up to here few have more than the 64 that a narrow kernel (`gemm_sm90`) takes at once; from here on most have
-# two row tiles, for which a split one decodes a weight once.
-NARROW_ROWS, SPLIT_ROWS = 48, 128
-FORMS = ("wide", "split", "narrow")  # of the kernel of both layers, with weights in MXFP4
+# Of the kernel of both layers with weights in MXFP4 (`gemm_sm90`), by rows of an expert on average: up to so many it is swapped, up to so
+# many narrow, as few experts have more than the 64 that it takes at once; from so many on most have two row tiles, for which a
+# split one decodes a weight once.
+FORMS = ("wide", "split", "narrow", "swapped")
+SWAPPED_ROWS, NARROW_ROWS, SPLIT_ROWS = 28, 48, 128
 TAKEN_BEFORE = 6  # stages: with so many of a tile left to load, its cluster takes the next entry
+
+
+def form_of(rows: float, forms: Sequence[str]) -> str:
+    """Of these forms the one for experts of so many rows on average."""
+    ranges = (("swapped", 0, SWAPPED_ROWS), ("narrow", 0, NARROW_ROWS), ("split", SPLIT_ROWS, NEVER))
+    return next((form for form, least, most in ranges if form in forms and least <= rows <= most), "wide")
 
 
 def encoded(m_tile: Any, n_tile: Any, shares_a: Any) -> Any:

@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from xstage.moe.work_table import NARROW_ROWS
+from xstage.moe.work_table import FORMS, form_of
 from xstage.studies.tables import grid
 
 
@@ -55,16 +55,17 @@ def w4a8_gemm_table(results: Path) -> str:
         def layers(contenders: list[str], at: tuple[str, int] = (shape, tokens)) -> float:
             return sum(min((us.get((*at, layer, c), math.nan) for c in contenders), default=math.nan) for layer in ("linear1", "linear2"))
 
-        fp8, wide, narrow = both("ours_fp8"), both("ours_mxfp4"), both("ours_mxfp4_narrow")
-        taken = narrow if load <= NARROW_ROWS else wide
+        fp8, forms = both("ours_fp8"), {form: both("ours_mxfp4" if form == "wide" else f"ours_mxfp4_{form}") for form in FORMS}
+        measured = {form: t for form, t in forms.items() if not math.isnan(t)}
+        taken = measured.get(form_of(load, list(measured)), math.nan)
         block = layers(sorted({c for *_, c in us if c.startswith("humming_1x128")}))
         row = layers(["humming_per_row"])
         lines.append(
-            [f"{shape}, {tokens:,}", f"{load:.0f}", *(f"{t:,.0f}" for t in (fp8, wide, narrow)), f"{fp8 / taken:.2f}",
-             *(f"{t:,.0f}" for t in (block, row)), f"{block / taken:.2f}"]
+            [f"{shape}, {tokens:,}", f"{load:.0f}", f"{fp8:,.0f}", *(f"{measured[f]:,.0f}" if f in measured else "–" for f in FORMS),
+             f"{fp8 / taken:.2f}", *(f"{t:,.0f}" for t in (block, row)), f"{block / taken:.2f}"]
         )  # fmt: skip
     head = [
-        "model, tokens per rank", "rows of an expert", "fp8", "wide", "narrow", "fp8 over MXFP4", "humming, 1 × 128", "one scale a row",
+        "model, tokens per rank", "rows of an expert", "fp8", *FORMS, "fp8 over MXFP4", "humming, 1 × 128", "one scale a row",
         "1 × 128 over ours",
     ]  # fmt: skip
     foot = (
