@@ -8,7 +8,7 @@ racecheck and synccheck as memcheck. The filter leaves torch's kernels alone; in
 A process is a group of one rank, which sends to itself; `torchrun --nproc-per-node 2 tests/gpu/sanitize.py` puts two ranks on the GPU.
 
 * moe: both weight formats, one GEMM after the other and both in one kernel, tokens in bfloat16 and in e4m3, masked picks; the one kernel
-  must give the bits of the two.
+  must give the bits of the two, in all its forms.
 * attention: whole Ulysses attention, with and without causal mask and log-sum-exp, more query heads than key heads, against float64.
 
 Every tensor is an allocation of its own (no caching allocator), so that memcheck knows where it ends. The buffers that peers store into are
@@ -18,12 +18,15 @@ Not covered: numbers (test_moe.py, test_attention_a2a.py), graphs, late peers.
 """
 
 import argparse
+import itertools
 import os
 import time
 
 import torch
 import torch.distributed as dist
 from sections import RANK, WORLD, join, say, settle
+
+from xstage.moe.work_table import FORMS
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, MOST = 512, 256, 8, 2, 200
 SCHEDULES = ("serial", "interleaved")
@@ -67,15 +70,17 @@ def moe(weights: str) -> None:
             weight_format=weights, device="cuda", timeout_s=TIMEOUT_S, fallback="error",
         ) as layer:  # fmt: skip
             layer.load_weights(w1, w2)
-            for number, (x, idx, routing, scales) in enumerate(calls):
+            forms = FORMS if weights == "mxfp4" and schedule != "serial" else (None,)
+            for form, (number, (x, idx, routing, scales)) in itertools.product(forms, enumerate(calls)):
+                layer._kernels.form = form
                 y = layer(x, idx, routing, x_scales=scales)
                 layer.check()
                 if schedule == "serial":
                     wanted.append(y)
-                assert bool(y.isfinite().all()), f"{weights}, {schedule}, call {number}: not finite"
-                assert torch.equal(y, wanted[number]), f"{weights}, {schedule}, call {number}: other bits"
+                assert bool(y.isfinite().all()), f"{weights}, {schedule}, {form}, call {number}: not finite"
+                assert torch.equal(y, wanted[number]), f"{weights}, {schedule}, {form}, call {number}: other bits"
             settle()
-        say(f"moe, {weights}, {schedule}: {len(calls)} calls, {time.time() - begun:.0f} s")
+        say(f"moe, {weights}, {schedule}: {len(forms)} · {len(calls)} calls, {time.time() - begun:.0f} s")
 
 
 def attention(sequence: int = 300, heads: int = 2, head_dim: int = 128) -> None:

@@ -8,7 +8,7 @@ If the bound holds, nothing need stall, and two things decide, which were measur
 moe-layer-small.json):
 
 * With up to `MANY_ROWS` rows an expert `linear1_first` is faster, by 1 to 2% (at few rows up to 3%): Linear-2 never waits, and one
-  layer's weights and rows stay near. With more it gains as much where experts have equal loads, and loses up to 4% where they do not:
+  layer's weights and rows stay near. With more it gains as much where experts have equal loads, and loses up to 5% where they do not:
   `interleaved`.
 * If the weights of an expert do not fit in the L2 cache together, `linear1_first` is faster by 1 to 6% at all sizes.
 
@@ -16,8 +16,8 @@ V: what all SMs store to peers in a round of Linear-2 tiles. R: drain rate of a 
 through ten grouped GEMMs measured on one H200 (results/h200/grouped-gemm.json), which it meets within 4%.
 
 `MXFP4_NS_PER_K`, `MXFP4_EPILOGUE_NS`: the same of weights in MXFP4, whose decoding makes tiles longer: ten grouped GEMMs of 8,192 tokens
-per rank on one H200 (results/h200/w4a8-gemm.json), met within 4%; the kernel's wide form, to which many rows prefer a faster one since. For
-predictions: the order is chosen by the line above, whatever the weights.
+per rank on one H200 (results/h200/w4a8-gemm-earlier.json), met within 4%; the kernel's wide form as it was, to which many rows prefer a
+faster one since. For predictions: the order is chosen by the line above, whatever the weights.
 
 Not asked: the capacity bound, how rows are spread over experts; weights in MXFP4 are taken for fp8.
 """
