@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xstage.moe.work_table import (
+    FORMS,
     GROUP_UNITS,
     LAYER_SHIFT,
     ORDERS,
@@ -17,6 +18,7 @@ from xstage.moe.work_table import (
     decoded,
     encoded,
     entries,
+    form_of,
     partner,
     place,
     reaches,
@@ -163,3 +165,11 @@ def test_interleaving_follows_at_a_distance() -> None:
     assert [layer for layer, _ in steps[:128]] == [LINEAR1] * 128
     assert [layer for layer, _ in steps[128:137]] == [LINEAR2, LINEAR2, LINEAR1] * 3
     assert WorkOrder.of("interleaved", 8, 16, lead_rows=1, instances=66).lead == GROUP_UNITS * 8
+
+
+def test_form_by_rows_of_an_expert() -> None:
+    rows = (0, 28, 28.1, 48, 48.1, 127, 128, 5000)
+    assert [form_of(r, FORMS) for r in rows] == ["swapped", "swapped", "narrow", "narrow", "wide", "wide", "split", "split"]
+    # Where there is no such form: spans, or more rows than can be counted by 64.
+    assert [form_of(r, ("wide", "split")) for r in rows] == ["wide"] * 6 + ["split"] * 2
+    assert {form_of(r, ("wide",)) for r in rows} == {"wide"}
