@@ -7,8 +7,8 @@ measured row it takes the load of every expert and the share f; of the row's con
 of the platform file all else. Nothing that was recorded with remote results goes in.
 
 The same simulator runs both orders of a row of `moe.json` and `moe-w4a8.json`. Of a row it takes the load of every expert and the share
-f; of the platform file R, Q and T_iss⁰; and the time of a tile alone, a line through ten grouped GEMMs of one GPU for either format of
-weights (`auto_order`). Nothing is fitted to a whole layer, whose other kernels, which are the same in both orders, are left out.
+f; of the platform file R, Q and T_iss⁰; and the time of a tile alone, a line through GEMMs of one GPU for either format of weights
+(`auto_order`). Nothing is fitted to a whole layer, whose other kernels, which are the same in both orders, are left out.
 
 Two choices come out of it: `winner`, the order with the shorter predicted time, and `plan`, the planner's (`layer_plan.taken`), which
 leaves `auto`'s order only for a gain beyond the model's error. Both are for comparison with `auto`, which simulates nothing.

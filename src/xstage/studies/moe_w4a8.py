@@ -3,7 +3,8 @@
     python -m xstage.studies.moe_w4a8          # writes results/simulated/moe_w4a8.json; minutes
 
 The configurations are those of `moe_orders`. The load of every expert is drawn on the CPU, so its numbers are not those that a GPU draws,
-but its distribution is. The time of a tile is the line through grouped GEMMs with MXFP4 weights (`auto_order.MXFP4_NS_PER_K`).
+but its distribution is. The time of a tile is the line through GEMMs with MXFP4 weights (`auto_order.MXFP4_NS_PER_K`;
+the file there is says which one it was made with).
 
 What a measured row is held against is `moe_prediction`, the same simulation of the row's own load.
 """
