@@ -4,6 +4,7 @@ kernel computes with it (none does).
 
 import math
 import re
+from typing import Any
 
 import machine_code
 import pytest
@@ -254,13 +255,21 @@ def test_a_table_of_normal_numbers_needs_no_conversion() -> None:
     assert len(more) - len(few) <= 16
 
 
-def tile_of_every_distance(spread: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed codes and scales, [128, 256]; in some warps only short distances."""
+def decoded(spread: int, kernel: Any, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a kernel of `decode_kernel` makes of two tiles, uint8 of this shape; and what `fold` makes of them, uint8 [128, 256]."""
+    from emulated_launch import Array, translated
+    from emulated_memory import Memory
+    from ptx_interpreter import Grid, run
+
     packed, scales = random_packed(128, 256, spread, spread, 100)
-    scales[0, ::4] = 100 + spread
+    scales[0, ::4] = 100 + spread  # every distance occurs, and in some warps only short ones
     scales[32:64] = 100 + spread - torch.arange(8) % 4
     packed[70, :16], scales[70, 0] = 0x80, 254
-    return packed, scales
+    tiles = mxfp4.to_tiles(mxfp4.to_words(packed), mxfp4.distances(scales, mxfp4.tile_scales(packed, scales)))[0]
+    memory = Memory(1 << 20)
+    source, out = Array.of(memory, tiles), Array(memory, shape, torch.uint8)
+    run([[Grid(translated(kernel), 2, [source.address, out.address], memory)]])
+    return out.value, mxfp4.fold(packed, scales)[0].view(torch.uint8)
 
 
 @needs_compiler
@@ -268,20 +277,11 @@ def tile_of_every_distance(spread: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_tiles_decode_to_what_the_matrix_unit_reads(spread: int) -> None:
     """By the code of the decoding warps: e4m3 as `fold` makes it, rows of 128 bytes whose 16-byte pieces are swizzled by the row."""
     from decode_kernel import compiled_decode_tiles
-    from emulated_launch import Array, translated
-    from emulated_memory import Memory
-    from ptx_interpreter import Grid, run
 
-    packed, scales = tile_of_every_distance(spread)
-    tiles = mxfp4.to_tiles(mxfp4.to_words(packed), mxfp4.distances(scales, mxfp4.tile_scales(packed, scales)))[0]
-    memory = Memory(1 << 20)
-    source, out = Array.of(memory, tiles), Array(memory, (2, 128, 8, 16), torch.uint8)
-    run([[Grid(translated(compiled_decode_tiles()), 2, [source.address, out.address], memory)]])
+    made, expected = decoded(spread, compiled_decode_tiles(), (2, 128, 8, 16))
     row, piece = torch.arange(128)[:, None], torch.arange(8)
     for k in range(2):
-        plain = out.value[k][row, piece ^ row % 8].flatten(1)
-        expected, _ = mxfp4.fold(packed, scales)
-        assert torch.equal(plain, expected.view(torch.uint8)[:, 128 * k : 128 * k + 128])
+        assert torch.equal(made[k][row, piece ^ row % 8].flatten(1), expected[:, 128 * k : 128 * k + 128])
 
 
 @needs_compiler
@@ -289,17 +289,9 @@ def test_tiles_decode_to_what_the_matrix_unit_reads(spread: int) -> None:
 def test_tiles_decode_to_the_operand_in_registers(spread: int) -> None:
     """By the code of a swapped kernel's math warps: of two warpgroups every thread's part of 64 rows, as wgmma m64k32 has it."""
     from decode_kernel import compiled_decode_operand
-    from emulated_launch import Array, translated
-    from emulated_memory import Memory
-    from ptx_interpreter import Grid, run
 
-    packed, scales = tile_of_every_distance(spread)
-    tiles = mxfp4.to_tiles(mxfp4.to_words(packed), mxfp4.distances(scales, mxfp4.tile_scales(packed, scales)))[0]
-    memory = Memory(1 << 20)
-    source, out = Array.of(memory, tiles), Array(memory, (2, 2, 4, 8, 4, 4, 2, 2, 4), torch.uint8)
-    run([[Grid(translated(compiled_decode_operand()), 2, [source.address, out.address], memory)]])
+    made, expected = decoded(spread, compiled_decode_operand(), (2, 2, 4, 8, 4, 4, 2, 2, 4))
     # [tile, warpgroup, warp, a, q, block, half of the block, 8 rows further, column] to rows and columns
-    made = out.value.permute(0, 1, 2, 7, 3, 5, 6, 4, 8).reshape(2, 128, 128)
-    expected, _ = mxfp4.fold(packed, scales)
+    made = made.permute(0, 1, 2, 7, 3, 5, 6, 4, 8).reshape(2, 128, 128)
     for k in range(2):
-        assert torch.equal(made[k], expected.view(torch.uint8)[:, 128 * k : 128 * k + 128])
+        assert torch.equal(made[k], expected[:, 128 * k : 128 * k + 128])

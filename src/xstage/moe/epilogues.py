@@ -271,7 +271,7 @@ class SwigluFp8(Epilogue):
         for i in cutlass.range_constexpr(len(halves)):
             for r in cutlass.range_constexpr(2):
                 largest = tops[2 * i + r] if const_expr(self.split) else self._largest(halves[i], r)
-                scale = registers.max_magnitude(registers.divide_up(largest, Float32(E4M3_MAX)), Float32(SMALLEST_SCALE))
+                scale = scale_of(largest)
                 inverse = Float32(1.0) / scale
                 row = self.row + self.lane // 4 + 8 * r
                 for half, sums in enumerate(halves[i]):
@@ -399,6 +399,11 @@ class RowsToSlots(Epilogue):
     def _piece_of(self, sums: cute.Tensor, r: int, t: int) -> list[Int32]:
         """This thread's results 32 t + 8 q … of row r of its two, as bf16."""
         return [pack_bf16(sums[((0, r, 4 * t + j), 0, 0)], sums[((1, r, 4 * t + j), 0, 0)]) for j in range(4)]
+
+
+def scale_of(largest: Float32) -> Float32:
+    """Scale of e4m3 numbers of which the largest magnitude, finite, is this: `quantize`'s, ÷ 448 rounded up, at least 2⁻¹²⁶."""
+    return registers.max_magnitude(registers.divide_up(largest, Float32(E4M3_MAX)), Float32(SMALLEST_SCALE))
 
 
 def _select(condition: Any, a: Int32, b: Int32) -> Int32:

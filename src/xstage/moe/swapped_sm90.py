@@ -30,7 +30,7 @@ from cutlass.cute.nvgpu import warpgroup
 from xstage.device import registers, stores
 from xstage.device.floats import as_bits, as_float, finite_magnitude, finite_or_nan, pack_bf16
 from xstage.moe import decode_sm90
-from xstage.moe.epilogues import E4M3_MAX, SMALLEST_SCALE
+from xstage.moe.epilogues import scale_of
 from xstage.moe.loads_sm90 import CLUSTER, ROW_BLOCK, words_of
 from xstage.moe.mxfp4 import TILE_BYTES, TILE_CODE_BYTES
 from xstage.moe.work_table import COLUMN_MASK, LAYER_SHIFT, ROW_SHIFT, encoded
@@ -299,8 +299,7 @@ def _at(e: int, h: int, j: int) -> int:
 
 def _scale(top: Int32) -> Float32:
     """Of 128 columns, by the bits of their largest magnitude at a shared address."""
-    largest = as_float(registers.load_shared_32(top))
-    return registers.max_magnitude(registers.divide_up(largest, Float32(E4M3_MAX)), Float32(SMALLEST_SCALE))
+    return scale_of(as_float(registers.load_shared_32(top)))
 
 
 def _in_pairs(odd: Any, first: Int32, second: Int32) -> tuple[Int32, Int32]:
