@@ -52,7 +52,7 @@ Open = Callable[[MoEShape], AbstractContextManager[Measure]]
 def derived(row: Mapping[str, Any], platform: Platform) -> dict[str, Any]:
     """Per order, µs: mean T_RS over ranks and its control's, and their ratio; the time from one Linear-2 tile of an SM to the next, with
     its share of Linear-1, in the control (`period_us`); by how much remote rows make it longer (`stall_us`), and what the model says
-    (`predicted_stall_us`: in expert-wave order by phases, else (V + S)/R − G; V of real rows, R with both directions loaded).
+    (`predicted_stall_us`: the wait of `queue_wait_ns`, in expert-wave order by phases; V of real rows, R with both directions loaded).
 
     Args:
         row: `shape`, `tokens`, `share`, `counts` of all experts, and `orders`: order → `remote` and `local` → a summary per rank.

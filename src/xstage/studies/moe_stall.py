@@ -1,16 +1,20 @@
-"""What the model says of a Linear-2 tile of the MoE kernel: how long its result stores stall, by both bounds. Needs no torch.
+"""What the model says of a Linear-2 tile of the MoE kernel: how long its result stores stall. Needs no torch.
 
 Tiles of one round of SMs are a burst V, of which a share f leaves the rank, and of that only rows that are no padding (`fill`). The gap G
 between bursts is what an SM does from one Linear-2 tile to the next: that tile alone where Linear-2 runs by itself, and its share of
 Linear-1 tiles besides where one kernel runs both. The one kernel also sends this rank's rows, S bytes a round, over the same link.
 
-* Interleaved, all of that is mixed, and the rate bound is (V + S)/R − G.
+The rate bound says (V + S)/R − G, as if SMs stored evenly. They do not, and near the knee bursts wait for each other though the link keeps
+up with them in the mean. `queue_wait_ns` is that wait: SMs that have something to store are the sources of a queue, the link serves it.
+It tends to the rate bound well above the knee and to 0 well below.
+
+* Interleaved, all of that is mixed: bursts of (V + S)/R in gaps of G.
 * In expert-wave order it is not: a wave is n₁ rounds of Linear-1 and then n₂ of Linear-2, whose gap is Linear-2's own tile. Its results,
   n₂V, leave while it runs, except what the path holds at its end, at most Q(K): rows from one rank lie together, so at f = 1/2 half
   the tiles are local, and only the other half's SMs can hold anything. Senders go by the progress of Linear-1, so the rows of a wave
-  leave while Linear-1 runs, and what was held drains then too. `Burst.wave_stall_ns` is both phases' excess, per Linear-2 tile.
+  leave while Linear-1 runs, and what was held drains then too. `Burst.wave_stall_ns` is what waits in both phases, per Linear-2 tile.
 
-Not covered: phases of clusters that drift apart, rows that senders are late with and send while Linear-2 runs.
+Not covered: what the path holds of a burst that waits, beside a wave's end; rows that senders are late with and send while Linear-2 runs.
 """
 
 from __future__ import annotations
@@ -45,11 +49,13 @@ class Wave:
 
 @dataclass(frozen=True)
 class Burst:
-    """burst_bytes: V. rate: R, bytes/ns. capacity_bytes: Q of the producers that have bytes to store."""
+    """burst_bytes: V. rate: R, bytes/ns. capacity_bytes: Q(K). producers: K, SMs that have results to store. sms: all, which send rows."""
 
     burst_bytes: float
     rate: float
     capacity_bytes: float
+    producers: int
+    sms: int
 
     @property
     def aligned_ns(self) -> float:
@@ -62,18 +68,40 @@ class Burst:
         return self.burst_bytes / self.rate
 
     def stall_ns(self, gap_ns: float, sent_bytes: float = 0.0) -> float:
-        """(V + S)/R − G, at least 0: what the rate bound costs per tile. sent_bytes: S, other bytes that leave the rank per round."""
-        return max(0.0, self.drain_ns + sent_bytes / self.rate - gap_ns)
+        """Wait of bursts of (V + S)/R in gaps of G, per tile. sent_bytes: S, other bytes that leave the rank per round."""
+        return queue_wait_ns(gap_ns, self.drain_ns + sent_bytes / self.rate, self.producers)
 
     def wave_stall_ns(self, linear1_ns: float, linear2_ns: float, wave: Wave, sent_bytes: float) -> float:
-        """What both phases of a wave take beyond their tiles, per Linear-2 tile. Times of a tile with local stores; sent_bytes: S."""
+        """Waits of both phases of a wave, per Linear-2 tile. Times of a tile with local stores; sent_bytes: S."""
         if not wave.rounds2:
             return 0.0
-        first, second = wave.rounds1 * linear1_ns, wave.rounds2 * linear2_ns
         stored = wave.rounds2 * self.burst_bytes
-        held = min(max(stored - self.rate * second, 0.0), self.capacity_bytes)
-        excess = max(0.0, (stored - held) / self.rate - second) + max(0.0, (wave.rounds2 * sent_bytes + held) / self.rate - first)
-        return excess / wave.rounds2
+        held = min(max(stored - self.rate * wave.rounds2 * linear2_ns, 0.0), self.capacity_bytes)
+        served1, served2 = (left / self.rate for left in (wave.rounds2 * sent_bytes + held, stored - held))
+        wait1 = queue_wait_ns(linear1_ns, served1 / wave.rounds1, self.sms)
+        wait2 = queue_wait_ns(linear2_ns, served2 / wave.rounds2, self.producers)
+        return (wave.rounds1 * wait1 + wave.rounds2 * wait2) / wave.rounds2
+
+
+def queue_wait_ns(gap_ns: float, service_ns: float, producers: int) -> float:
+    """Mean time that a burst waits for those of other producers at the link: the machine-repair queue (M/M/1//N) by mean value analysis
+    (Reiser and Lavenberg, 1980).
+
+    A posted burst's own service does not hold its producer, so a producer is away from the link for the gap less that service. If the link
+    serves all bursts that are there at once, evenly, the result holds for sizes and gaps of any distribution (Baskett et al., 1975).
+
+    Args:
+        gap_ns: G, from one burst of a producer to its next where nothing waits. service_ns: of one burst of every producer.
+    """
+    if producers < 2 or service_ns <= 0:
+        return 0.0
+    service = service_ns / producers
+    away, there = max(gap_ns - service, 0.0), 0.0  # there: mean bursts at the link
+    # A burst finds there what the queue has in the mean with one producer fewer.
+    for n in range(1, producers):
+        stay = service * (1 + there)
+        there = n * stay / (away + stay)
+    return service * there
 
 
 def burst(share: float, platform: Platform, *, fill: float = 1.0, active: float = 1.0, duplex: float = 1.0) -> Burst:
@@ -84,7 +112,8 @@ def burst(share: float, platform: Platform, *, fill: float = 1.0, active: float 
     """
     method, sms = platform.method("st_global"), platform.sms
     size = sms * TILE_ROWS * TILE_COLUMNS * RESULT_BYTES * share * fill
-    return Burst(size, float(method.drain_rate(sms)) * duplex, float(method.capacity_bytes(sms * active)))
+    capacity = float(method.capacity_bytes(sms * active))
+    return Burst(size, float(method.drain_rate(sms)) * duplex, capacity, round(sms * active), sms)
 
 
 def filling(rows: Sequence[int], share: float) -> dict[str, float]:
