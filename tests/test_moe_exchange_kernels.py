@@ -70,6 +70,31 @@ def test_only_the_meetings_order_memory(name: str) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("name", ["list-qwen35", "reduce-qwen35", "plan-qwen35", "quantizing-qwen35"])
+def test_what_is_launched_ahead_first_waits_for_the_kernel_before(name: str) -> None:
+    ptx = code(name)["ptx"]
+    assert ptx.count("griddepcontrol.wait") == 1
+    if name.startswith(("list", "reduce")):
+        assert not re.search(r"(ld|st)\.global", ptx[: ptx.index("griddepcontrol.wait")])
+        assert "launch_dependents" not in ptx
+    else:
+        # The CTA that plans lets the list begin when all peers have come; the others wait for nobody.
+        assert ptx.count("griddepcontrol.launch_dependents") == 2
+        planning = ptx[ptx.index("griddepcontrol.wait") :]
+        assert "ld.acquire.sys" not in planning[planning.index("griddepcontrol.launch_dependents") :]
+
+
+@needs_compiler
+def test_a_meeting_lets_the_next_kernel_begin_when_all_have_come() -> None:
+    from xstage.device.meeting import compiled_meeting
+
+    ptx = machine_code.of(compiled_meeting(2, 2, True, True))["ptx"]
+    wait, acquire, last = (ptx.rindex(word) for word in ("griddepcontrol.wait", "ld.acquire.sys", "griddepcontrol.launch_dependents"))
+    assert wait < ptx.index("st.release.sys") < acquire < last
+    assert "bar.warp.sync" in ptx[acquire:last]
+
+
+@needs_compiler
 @pytest.mark.parametrize("name", ["plan-qwen35", "plan-odd"])
 def test_the_plan_stores_counts_then_releases_then_acquires(name: str) -> None:
     ptx = code(name)["ptx"]

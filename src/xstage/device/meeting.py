@@ -101,7 +101,8 @@ class Meeting:
     """One warp: publish `kind` to every rank, then wait for every rank's. The `last` meeting of a call advances the generation.
 
     With `ahead` it is launched while the kernel before it on the stream still runs (programmatic dependent launch), and waits for that
-    kernel's end and for its stores, as kernel order would have it, before it does anything.
+    kernel's end and for its stores, as kernel order would have it, before it does anything. The kernel behind it may do the same once
+    every peer has come: CTAs that waited for a peer would hold SMs that the peer's own call may need to go on.
     """
 
     def __init__(self, world: int, kind: int, last: bool, ahead: bool = False):
@@ -120,8 +121,10 @@ class Meeting:
         if lane < self.world:
             protocol.say(self.kind, lane)
             protocol.wait(self.kind, lane)
+        cute.arch.sync_warp()
+        if const_expr(self.ahead):
+            cute.arch.griddepcontrol_launch_dependents()
         if const_expr(self.last):
-            cute.arch.sync_warp()
             if lane == 0:
                 control[GENERATION] = Int64(protocol.generation())
 

@@ -26,6 +26,10 @@ that this rank sent in g + 1, after its reduce of g.
 With `layout.pull`, for measurement, `dispatch` sends sources only, and a `fetch` behind the meeting reads the rows from the ranks they come
 from. A rank overwrites its staged rows in g + 1 after it passed `combined` of g, which every peer published after its fetch of g.
 
+Plan, list, the meeting `combined` and reduce are launched while the kernel before them runs (programmatic dependent launch) and wait for
+its end before they touch what it writes. Two things come before that wait: what a launch takes, and rows that are quantised while `count`
+runs, which needs only what was there before `count` began. No kernel lets the next one begin before its own wait for peers is over.
+
 So calls of an object must be ordered on each rank, and come in the same order on every rank. A wait that gives up says so at `check` or at
 the next call, and nothing is stored from then on: an object that failed is not used again.
 
@@ -145,7 +149,7 @@ def kernels(
         ]  # fmt: skip
         if layout.pull:
             made.append((exchange_sm90.compiled_fetch, (layout,)))
-    return [*made, (compiled_meeting, (layout.ranks, COMBINED, True)), (exchange_sm90.compiled_reduce, (layout, wide))]
+    return [*made, (compiled_meeting, (layout.ranks, COMBINED, True, True)), (exchange_sm90.compiled_reduce, (layout, wide))]
 
 
 def _plan_options(layout: BufferLayout, intermediate: int, order: WorkOrder | None, quantized: bool) -> tuple[Any, ...]:
@@ -349,7 +353,7 @@ class Exchange:
         from xstage.moe import exchange_sm90
 
         reduce = exchange_sm90.compiled_reduce(self.layout, topk_idx.dtype == torch.int64)
-        meeting = compiled_meeting(self.world, COMBINED, True)
+        meeting = compiled_meeting(self.world, COMBINED, True, True)
         given = (self._buffer.addresses[self.rank], topk_idx.data_ptr(), out.data_ptr(), len(out), self._zeros.data_ptr())
         return [
             ("combined", lambda: meeting(self.control, self.call, self._signals)),

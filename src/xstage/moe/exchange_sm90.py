@@ -219,7 +219,7 @@ class List(_Kernel):
         """
         ctas = cutlass.max((tokens * self.top_k + (self.threads - 1)) // self.threads, 1)
         self.kernel(topk_idx, tokens, chunk_bases, positions, send_first, pairs, control).launch(
-            grid=(ctas, 1, 1), block=[self.threads, 1, 1], stream=stream
+            grid=(ctas, 1, 1), block=[self.threads, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -227,6 +227,7 @@ class List(_Kernel):
         self, topk_idx: Int64, tokens: Int32, chunk_bases: cute.Tensor, positions: cute.Tensor, send_first: cute.Tensor,
         pairs: cute.Tensor, control: cute.Tensor,
     ):  # fmt: skip
+        cute.arch.griddepcontrol_wait()
         pair = cute.arch.block_idx()[0] * self.threads + cute.arch.thread_idx()[0]
         if (pair < tokens * self.top_k) & (control[FAILED] == 0):
             expert = expert_of(load_pick(topk_idx, pair, self.wide), self.experts)
@@ -323,11 +324,12 @@ class Reduce(_Kernel):
         """
         ctas = cutlass.max((tokens * self.pieces + (self.threads - 1)) // self.threads, 1)
         self.kernel(buffer, topk_idx, out, tokens, zeros, control).launch(
-            grid=(ctas, 1, 1), block=[self.threads, 1, 1], stream=stream
+            grid=(ctas, 1, 1), block=[self.threads, 1, 1], stream=stream, use_pdl=True
         )  # fmt: skip
 
     @cute.kernel
     def kernel(self, buffer: Int64, topk_idx: Int64, out: Int64, tokens: Int32, zeros: Int64, control: cute.Tensor):
+        cute.arch.griddepcontrol_wait()
         index = cute.arch.block_idx()[0] * self.threads + cute.arch.thread_idx()[0]
         token = index // self.pieces
         if (token < tokens) & (control[FAILED] == 0):

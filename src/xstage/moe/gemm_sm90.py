@@ -301,6 +301,9 @@ class GroupedGemm(TileLoads, SwappedMath):
         cute.arch.mbarrier_init_fence()
         cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()
+        if const_expr(self.sender is not None):
+            # Every CTA has its place: the warp of the meeting behind takes nobody's.
+            cute.arch.griddepcontrol_launch_dependents()
 
         s_scales = shared.scales.get_tensor(cute.make_layout((self.scales, self.stages)))
         progress, handed = Int32(shared.progress.data_ptr().toint()), Int32(shared.handed.data_ptr().toint())

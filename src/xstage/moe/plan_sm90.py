@@ -7,6 +7,8 @@
   While peers' signals are under way it sums the chunks. Everything is prefix sums and searches; the order of work is `work_table`'s closed
   form. Where the GEMM kernel is to send rows that come in bfloat16, other CTAs of the kernel quantise them meanwhile.
 
+`Plan` is launched while `Count` still runs (programmatic dependent launch): its first CTA waits for the counts, the others need none.
+
 A pair's row is then `first[expert] + chunk_bases[chunk, expert] + positions[pair]`, which is `routing.place`'s. If the meeting failed, or
 one before it, all `totals` are 0 and nothing else is written.
 
@@ -88,6 +90,7 @@ class Count:
     def kernel(
         self, topk_idx: Int64, tokens: Int32, chunk_counts: cute.Tensor, positions: cute.Tensor, cleared: Int64, clear_bytes: Int32
     ):  # fmt: skip
+        cute.arch.griddepcontrol_launch_dependents()
         start = (cute.arch.block_idx()[0] * self.threads + cute.arch.thread_idx()[0]) * 16
         for offset in cutlass.range(start, clear_bytes, cute.arch.grid_dim()[0] * self.threads * 16, unroll=1):
             store_16(cleared + Int64(offset), Int32(0), Int32(0), Int32(0), Int32(0))
@@ -203,7 +206,7 @@ class Plan:
         self.kernel(
             tokens, chunk_bases, first, tile_expert, tile_end, expert_counts, totals, work1, work2, work, ready, send_first, items,
             x, rows, scales, control, call, words
-        ).launch(grid=(ctas, 1, 1), block=[self.threads, 1, 1], stream=stream)  # fmt: skip
+        ).launch(grid=(ctas, 1, 1), block=[self.threads, 1, 1], stream=stream, use_pdl=True)  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -228,6 +231,7 @@ class Plan:
                 control, call, words, memory,
             )  # fmt: skip
         else:
+            cute.arch.griddepcontrol_launch_dependents()
             if const_expr(self.hidden > 0):
                 token = (cute.arch.block_idx()[0] - 1) * (self.threads // 32) + cute.arch.thread_idx()[0] // 32
                 if token < tokens:
@@ -240,6 +244,7 @@ class Plan:
         send_first: cute.Tensor, items: cute.Tensor, control: cute.Tensor, call: cute.Tensor, words: cute.Tensor, memory,
     ) -> None:  # fmt: skip
         """The plan. memory: shared, of `kernel`."""
+        cute.arch.griddepcontrol_wait()
         partial, tile_sums, single_sums, pair_sums, unit_first, loads, warp_sums, refused = memory
         thread = cute.arch.thread_idx()[0]
         protocol = Protocol(self.world, control, call, words)
@@ -275,6 +280,7 @@ class Plan:
             if protocol.wait(COUNTED, thread) != 0:
                 refused[0] = Int32(1)
         cute.arch.sync_threads()
+        cute.arch.griddepcontrol_launch_dependents()
 
         if refused[0] != 0:
             if thread < 4:
