@@ -316,3 +316,19 @@ def test_nothing_is_stored_when_a_peer_does_not_come(order: str | None, monkeypa
     if not order:
         assert peer.scratch["totals"].value.tolist() == [0] * 4
     assert (peer.out.value.view(torch.uint8) == POISON).all()
+
+
+@pytest.mark.parametrize("order", [None, "interleaved"])
+def test_ranks_that_mean_different_layers_store_nothing(order: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from xstage.device.signals import MISMATCH
+
+    machine = Machine(Case((10, 10), 4, 2, "any", True, False, order), monkeypatch)
+    for rank in machine.ranks:
+        rank.take(torch.Generator().manual_seed(0))
+        machine.memory.put(torch.tensor([SIGNATURE + rank.me]), rank.exchange.call.address)  # type: ignore[attr-defined]
+    run([rank.dispatch() + rank.combine() for rank in machine.ranks])
+    for rank in machine.ranks:
+        assert rank.status.value.tolist() == [1 << 32 | MISMATCH << 16 | (1 - rank.me) << 8 | COUNTED + 1]
+        assert rank.scratch["totals"].value.tolist() == [0] * 4
+        assert all((rank.region(name).view(torch.uint8) == POISON).all() for name in ("activations", "combine"))
+        assert (rank.out.value.view(torch.uint8) == POISON).all()

@@ -410,10 +410,12 @@ def test_kernels_get_the_weights_of_the_layer(alone: None, monkeypatch: pytest.M
 
     class Pipeline:
         exchange = types.SimpleNamespace(expert_counts=torch.zeros(EXPERTS, dtype=torch.int32))
-        weights: Any = None
+
+        def choose(self, *chosen: Any) -> None:
+            used.append(chosen)
 
         def run(self, *_: Any) -> None:
-            used.append(self.weights)
+            pass
 
         def free(self) -> None:
             pass
@@ -427,7 +429,7 @@ def test_kernels_get_the_weights_of_the_layer(alone: None, monkeypatch: pytest.M
         moe.mode, moe._kernels = "fused", Pipeline()  # type: ignore[assignment]
         for layer in (1, 0, 0, 1):
             moe(*tokens_of(0, 4, "any", 1, 0), layer=layer)
-        assert used == [moe._weights[layer] for layer in (1, 0, 0, 1)]
+        assert used == [(layer, moe._weights[layer]) for layer in (1, 0, 0, 1)]
 
 
 def test_mxfp4_takes_half_the_memory() -> None:
@@ -479,6 +481,9 @@ class _Exchange:
         for name in ("activations", "scales", "tile_expert", "work1", "work2", "totals", "row_weight", "row_slot"):
             setattr(self, name, name)
         self.expert_counts = torch.zeros(1, dtype=torch.int32)
+
+    def choose(self, layer: int) -> None:
+        self.layer = layer
 
     def dispatch(self, *arguments: Any) -> None:
         self.steps.append(("dispatch", arguments))

@@ -240,7 +240,7 @@ def describe_status(word: int, phases: Sequence[str], ranks: Sequence[int], rank
         return f"rank {peer} did not arrive within {timeout_s:g} s {where}; the output is not complete"
     if reason == 3:
         return f"rank {peer} gave up on this call, its own error says why {where}; the output is not complete"
-    return f"rank {peer} was working on other shapes or another buffer {where}; nothing was stored"
+    return f"rank {peer} was working on other shapes, another layer or another buffer {where}; nothing was stored"
 
 
 def exchange(parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], group: dist.ProcessGroup) -> list[torch.Tensor]:

@@ -14,7 +14,8 @@ Under pytest the file starts that command once and reports each section as a tes
 * delay: a rank that is late into a call, or between any two steps of it, while its peer is already in the next call.
 * refuse: bad arguments in the first call (all ranks refuse), later (the rank alone; its next call meets its peers), and for good (the
   peer's error says why). dead: a peer that never comes.
-* compile: torch.compile(fullgraph=True). layers: two layers of one object, eager and in one graph, give what two objects do.
+* compile: torch.compile(fullgraph=True). layers: two layers of one object, eager and in one graph, give what two objects do; ranks
+  that mean different ones are told.
 * fallback: a shape that the kernels cannot take.
 * mxfp4: weights in MXFP4, through `random`, `orders`, `spans` and `replay` again, and by all forms of the kernel; errors are against
   float64 of what the codes stand for.
@@ -439,6 +440,8 @@ def compiled(options: argparse.Namespace) -> None:
 
 
 def layers(options: argparse.Namespace) -> None:
+    from xstage.errors import PeerTimeout
+
     for weights in ("fp8", "mxfp4"):
         problems = [Problem(*SMALL, seed=seed, weights=weights) for seed in range(2)]
         x = problems[0].tokens(RANK, 120 + 40 * RANK, "even", 7)
@@ -465,6 +468,16 @@ def layers(options: argparse.Namespace) -> None:
                 assert everywhere(all(torch.equal(y, want) for y, want in zip(captured, wanted, strict=True))), weights
             moe.check()
             del graph
+            settle()
+        # Ranks that mean different layers, in a call in which nobody waits for the host: nothing is stored, and all say why.
+        with problems[0].make(layers=2, timeout_s=3) as moe:
+            moe.load_weights(problems[1].w1[moe.experts], problems[1].w2[moe.experts], layer=1)
+            moe(*x, layer=1)
+            moe.check()
+            settle()
+            moe(*x, layer=int(RANK == WORLD - 1))
+            with pytest.raises(PeerTimeout, match=r"another layer .*phase counted"):
+                moe.check()
             settle()
 
 

@@ -168,6 +168,7 @@ class Exchange:
         tag: names the object in errors; the same on every rank, and its own.
         order: of both GEMMs in one kernel (None: one after the other). Another one may be set between calls: it is the plan that makes
             the list, and everything else is the same for all orders.
+        layers: how many layers take turns with it; which one a call is of is said by `choose`.
 
     Attributes, for the GEMMs; of a call's own size only where `totals` says so, valid from `dispatch` to `combine` on the stream:
         activations: uint8 (e4m3) [rows, hidden]. scales: float32 [hidden / 128, rows], m-major, 0 in padding rows.
@@ -189,7 +190,7 @@ class Exchange:
 
     def __init__(
         self, layout: BufferLayout, *, intermediate: int, group: dist.ProcessGroup, device: torch.device, timeout_s: float = 30.0, tag: str,
-        order: WorkOrder | None = None,
+        order: WorkOrder | None = None, layers: int = 1,
     ):  # fmt: skip
         check_layout(layout, intermediate)
         if layout.direct != (order is not None):
@@ -206,12 +207,14 @@ class Exchange:
         agreement.same("exchange", {"layout": str(layout), "intermediate": intermediate})
         self._buffer = SymmetricBuffer(layout.size_bytes, group, device)
         self._watch = Watch(group, tag, timeout_s, PHASES)
-        signature = zlib.crc32(json.dumps(problem, sort_keys=True).encode()) & 0x7FFFFFFF
         # The signal words are the first region: their addresses are the buffers'.
-        words = [signature, self.rank, int(timeout_s * 1e9), self._watch.address, *self._buffer.addresses]
+        words = [self.rank, int(timeout_s * 1e9), self._watch.address, *self._buffer.addresses]
         # Behind them, this rank's buffer as every rank sees it.
         words += [addresses[self.rank] for addresses in agreement.reach("addresses", self._buffer.addresses)]
-        self.call = torch.tensor(words, dtype=torch.int64, device=device)
+        # A signature for every layer: a meeting compares them, and no layer's rows can go to another's experts.
+        signatures = [zlib.crc32(json.dumps([problem, layer], sort_keys=True).encode()) & 0x7FFFFFFF for layer in range(layers)]
+        self._calls = torch.tensor([[signature, *words] for signature in signatures], dtype=torch.int64, device=device)
+        self.choose(0)
         self.control = torch.zeros(2, dtype=torch.int64, device=device)
         self._signals = self.view("signals").view(-1)
         self.activations = self.view("activations").view(torch.uint8)
@@ -233,6 +236,10 @@ class Exchange:
         self.sends: tuple[int, ...] = ()
         self._tokens: int | None = None  # of the call that is under way
         torch.cuda.synchronize(device)
+
+    def choose(self, layer: int) -> None:
+        """The next call is of this layer. Ranks that mean different ones store nothing, and `check` says so."""
+        self.call = self._calls[layer]
 
     def view(self, region: str | Region, rank: int | None = None) -> torch.Tensor:
         """A region of this rank's buffer, or of `rank`'s, [rows, columns] in its dtype."""

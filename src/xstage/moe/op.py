@@ -18,8 +18,8 @@ Who refuses what: what must be the same is compared when the object is made. Bad
 where they talk on the host anyway: in the first call, and in every call of `torch` and `reference`. In a later call on Hopper nobody
 waits for the host: the rank raises by itself before it launches anything, and leaves the reason in the group's store; a peer whose
 kernel has waited in vain reads it there, and its `PeerTimeout` says it. The refused call has not taken place: with good arguments the next
-one meets the call in which the peers are, if they have not given up. That all mean the same layer is compared in the first call where there
-are kernels, in every call of `reference`, and never in `torch`: ranks that mean different ones mix them.
+one meets the call in which the peers are, if they have not given up. That all mean the same layer is compared by the kernels too, which
+else store nothing and give up, and in every call of `reference`; never in `torch`: there ranks that mean different ones mix them.
 
 CUDA graphs: call once with the same dtypes before capture; keep the object alive as long as the graph. Forward only.
 
@@ -295,7 +295,7 @@ class MegaMoE:
             try:
                 self._kernels = KernelPipeline(
                     self.layout, self._weights[0], clamp=self.clamp, group=self.group, device=self.device, timeout_s=self.timeout_s,
-                    tag=self.tag, order=self._order(),
+                    tag=self.tag, order=self._order(), layers=self.layers,
                 )  # fmt: skip
             except (UnsuitableMachine, torch.OutOfMemoryError) as error:
                 why = str(error).split("\n", 1)[0]
@@ -356,7 +356,7 @@ class MegaMoE:
                 x = quantize.dequantize_activations(x, x_scales).bfloat16()
             return self._torch.run(x, topk_idx, topk_weights, weights.linear1, weights.linear2, out)
         scales = None if x_scales is None else _aligned(x_scales)
-        self._kernels.weights = weights
+        self._kernels.choose(layer, weights)
         try:
             self._kernels.run(_aligned(x), scales, topk_idx, topk_weights.float(), out)
         except PeerTimeout as error:

@@ -32,10 +32,10 @@ class KernelPipeline:
     """Dispatch, GEMMs and combine on the current stream of one Hopper GPU, in step with its peers.
 
     Args:
-        order: of both GEMMs in one kernel; None: one after the other.
+        order: of both GEMMs in one kernel; None: one after the other. layers: how many take turns with it.
 
     Attributes:
-        weights: what a call multiplies by; those of another layer of the same sizes may take their place between calls. exchange:
+        weights: what a call multiplies by; see `choose`. exchange:
             `xstage.moe.exchange.Exchange`, symmetric memory and work lists. middle: uint8 (e4m3) [rows, intermediate], what enters the
             second GEMM, in one kernel in the place of rows that the first has done with; middle_scales: float32 [intermediate / 128,
             rows]. spans: None, or the `xstage.moe.spans.Spans` into which the kernel of both GEMMs records from now on; narrow
@@ -50,7 +50,7 @@ class KernelPipeline:
 
     def __init__(
         self, layout: BufferLayout, weights: Weights | Mxfp4Weights, *, clamp: float | None, group: dist.ProcessGroup, device: torch.device,
-        timeout_s: float, tag: str, order: WorkOrder | None = None,
+        timeout_s: float, tag: str, order: WorkOrder | None = None, layers: int = 1,
     ):  # fmt: skip
         from xstage.moe import grouped_gemm
         from xstage.moe.exchange import Exchange
@@ -63,7 +63,10 @@ class KernelPipeline:
         codes = order is not None and isinstance(weights, Mxfp4Weights)
         self._forms = grouped_gemm.forms(layout, False) if codes else ("wide",)
         self._compiled = len(self._forms) == 1
-        self.exchange = Exchange(layout, intermediate=intermediate, group=group, device=device, timeout_s=timeout_s, tag=tag, order=order)
+        self.exchange = Exchange(
+            layout, intermediate=intermediate, group=group, device=device, timeout_s=timeout_s, tag=tag, order=order,
+            layers=layers,
+        )  # fmt: skip
         place = layout.middle(intermediate)
         if place is None:
             self.middle = torch.empty(layout.rows, intermediate, dtype=torch.uint8, device=device)
@@ -78,6 +81,11 @@ class KernelPipeline:
 
         middle = 0 if replace(layout, direct=fused).middle(intermediate) else layout.rows * intermediate
         return scratch_bytes(layout, intermediate, fused) + middle + layout.rows * 4 * intermediate // quantize.BLOCK
+
+    def choose(self, layer: int, weights: Weights | Mxfp4Weights) -> None:
+        """The next call is of this layer, whose weights these are."""
+        self.weights = weights
+        self.exchange.choose(layer)
 
     def run(
         self, x: torch.Tensor, x_scales: torch.Tensor | None, topk_idx: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
