@@ -116,10 +116,14 @@ class Rank:
 
     def grid(self, name: str, launched: tuple[Kernel, tuple[Any, ...]]) -> Grid:
         """CTAs as the kernels' `__call__` have them."""
+        from xstage.moe.plan_sm90 import CLEARED_BYTES
+
         kernel, arguments = launched
         tokens, layout = len(self.given), self.machine.case.layout
+        cleared = arguments[5] if name == "count" else 0
         ctas = {
-            "count": -(-tokens // CHUNK_TOKENS), "dispatch": -(-tokens // 8), "list": -(-tokens * layout.top_k // 256),
+            "count": max(-(-tokens // CHUNK_TOKENS), cleared // CLEARED_BYTES), "dispatch": -(-tokens // 8),
+            "list": -(-tokens * layout.top_k // 256),
             "plan": 1 + (-(-tokens // 32) if layout.direct and not self.machine.case.quantized else 0), "arrange": layout.rows // TILE_ROWS,
             "fetch": layout.rows // 8, "reduce": -(-tokens * layout.hidden // 8 // 256),
         }  # fmt: skip

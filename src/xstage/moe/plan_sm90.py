@@ -34,6 +34,7 @@ from xstage.moe.quantize_sm90 import quantize_row
 from xstage.moe.work_table import GROUP_UNITS, LAYER_SHIFT, TILE_ROWS, WorkOrder, encoded, entries, partner, place
 
 WARP_TOKENS = 16
+CLEARED_BYTES = 16 << 10  # by one CTA
 UNIT_THREADS = 8  # of a unit of the tables of work
 ENTRIES1, ENTRIES2, TILES, ROWS = 0, 1, 2, 3  # `totals`
 _BATCH = 16  # loads of a thread under way at a time
@@ -55,7 +56,7 @@ def expert_of(pick, experts: cutlass.Constexpr[int]) -> Int32:
 
 
 class Count:
-    """One CTA per chunk."""
+    """One CTA per chunk; more if there is much to clear."""
 
     threads = 32 * (CHUNK_TOKENS // WARP_TOKENS)
 
@@ -82,8 +83,10 @@ class Count:
             cleared, clear_bytes: memory that is zeroed on the way, a multiple of 16 bytes.
         """
         chunks = cutlass.max((tokens + (CHUNK_TOKENS - 1)) // CHUNK_TOKENS, 1)
+        # Few tokens may have much to clear, for there are rows for the worst routing: more CTAs than chunks then.
+        ctas = cutlass.max(chunks, clear_bytes // CLEARED_BYTES)
         self.kernel(topk_idx, tokens, chunk_counts, positions, cleared, clear_bytes).launch(
-            grid=(chunks, 1, 1), block=[self.threads, 1, 1], stream=stream
+            grid=(ctas, 1, 1), block=[self.threads, 1, 1], stream=stream
         )
 
     @cute.kernel
