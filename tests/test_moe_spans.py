@@ -19,6 +19,7 @@ import torch
 from machine_code import needs_compiler
 
 from xstage.bench import tables, timing
+from xstage.burst_gap import queue_wait_ns
 from xstage.errors import UnsuitableMachine, XStageError
 from xstage.moe import work_table
 from xstage.moe.layout import BufferLayout
@@ -182,7 +183,7 @@ def test_predictions_stand_beside_what_was_measured() -> None:
     assert (mixed["span_us"], mixed["control_us"], mixed["over_control"], mixed["stall_us"]) == (3.25, 1.5, 2.1667, 1.75)
     # A Linear-2 tile of 7 µs, and half a Linear-1 tile of 23 µs.
     assert (wave["period_us"], mixed["period_us"]) == (18.5, 18.5)
-    assert mixed["predicted_stall_us"] == round(moe_stall.queue_wait_ns(18_500, stores.drain_ns, 79) / 1e3, 3) > 0
+    assert mixed["predicted_stall_us"] == round(queue_wait_ns(18_500, stores.drain_ns, 79) / 1e3, 3) > 0
     figures = {key: entry["value"] for key, entry in study.headline([{"derived": answers}]).items()}
     error = round(1.75 - mixed["predicted_stall_us"], 3)
     assert abs(4.0 - wave["predicted_stall_us"]) < error
@@ -193,14 +194,14 @@ def test_predictions_stand_beside_what_was_measured() -> None:
     busy = study.derived(row | {"tokens": 40}, platform)["interleaved"]
     rows_us = study.sent(shape("Qwen3-30B"), 40, 0.5) / rounds / stores.rate / 1e3
     assert busy["sent_us"] == pytest.approx(rows_us, abs=1e-3)
-    assert busy["predicted_stall_us"] == pytest.approx(moe_stall.queue_wait_ns(18_500, stores.drain_ns + rows_us * 1e3, 79) / 1e3, abs=1e-3)
+    assert busy["predicted_stall_us"] == pytest.approx(queue_wait_ns(18_500, stores.drain_ns + rows_us * 1e3, 79) / 1e3, abs=1e-3)
     assert study.headline([]) == {}
 
 
 def test_a_wave_stalls_in_its_phases() -> None:
     wave = moe_stall.Wave(2.0, 4.0)
     stores = moe_stall.Burst(burst_bytes=10_000.0, rate=1.0, capacity_bytes=6_000.0, producers=66, sms=132)
-    wait = moe_stall.queue_wait_ns
+    wait = queue_wait_ns
     # 40,000 ns of results in 20,000 ns of Linear-2; what is held at its end, and the rows, find room beside Linear-1.
     beside = wait(20_000, (4_000 + 6_000) / 2, 132)
     stall = stores.wave_stall_ns(20_000, 5_000, wave, 1_000.0)

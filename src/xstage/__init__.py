@@ -15,7 +15,7 @@ _HOMES = {
     "gallery": "platform",
     "Burst": "burst_gap", "Trajectory": "burst_gap", "issue_ns": "burst_gap", "isolated_issue_ns": "burst_gap", "period_ns": "burst_gap",
     "stall_ns": "burst_gap", "recovery_gap_ns": "burst_gap", "peak_outstanding_bytes": "burst_gap", "saturating_producers": "burst_gap",
-    "knee_bytes_per_producer": "burst_gap",
+    "knee_bytes_per_producer": "burst_gap", "uneven_wait_ns": "burst_gap",
     "bursts_to_saturation": "burst_gap", "completion_coupled_period_ns": "burst_gap", "recurrence": "burst_gap",
     "Design": "design", "Interleave": "design", "Audit": "design", "audit": "design", "load_design": "design", "designs": "design",
     "calibrate": "calibration", "write_report": "report.write", "compare": "bench.compare",

@@ -12,7 +12,11 @@ which `recurrence` computes for any sequence. Its steady state for one repeated 
 The first two terms are the paper's Burst–Gap relation (section 3.2), the third its isolated-burst equation (6). `Burst` fields
 may be numpy arrays; results broadcast. Units: bytes, nanoseconds, bytes/ns (= GB/s).
 
-Not covered: reads, atomics, contention at the receiver, and phases that drift apart (a burst spread over time never fills Q).
+Producers whose phases have drifted apart never present a whole burst at once: then the third term falls away. With equal gaps they take
+turns at the link and the first two terms are met; where gaps vary, they wait for each other near the knee though the path keeps up in the
+mean: `uneven_wait_ns`, by a queue.
+
+Not covered: reads, atomics, contention at the receiver.
 """
 
 from __future__ import annotations
@@ -86,6 +90,37 @@ def period_ns(burst: Burst, platform: Platform, method: str = "st_global") -> Ar
 def stall_ns(burst: Burst, platform: Platform, method: str = "st_global") -> Array:
     """Back-pressure ΔT_iss = T_iss − T_iss⁰ in ns; section 3.2, with the capacity term."""
     return issue_ns(burst, platform, method) - _terms(burst, platform, method)[0]
+
+
+def uneven_wait_ns(burst: Burst, platform: Platform, method: str = "st_global") -> Array:
+    """Mean wait, in ns, of a producer's part of a burst for other producers' parts, where phases have drifted apart and gaps vary at
+    random: `queue_wait_ns` with bursts that follow each other in T_iss⁰ + G in the mean. Beyond the paper; docs/model.md has what was
+    measured."""
+    t0, rate, _, volume, gap = _terms(burst, platform, method)
+    return queue_wait_ns(t0 + gap, volume / rate, burst.producers)
+
+
+def queue_wait_ns(cycle_ns: ArrayLike, service_ns: ArrayLike, producers: ArrayLike) -> Array:
+    """Mean time that a burst waits for those of other producers at the link: the machine-repair queue (M/M/1//N) by mean value analysis
+    (Reiser and Lavenberg, 1980).
+
+    A posted burst's own service does not hold its producer, so a producer is away from the link for the cycle less that service. If the
+    link serves all bursts that are there at once, evenly, the result holds for sizes and gaps of any distribution (Baskett et al., 1975).
+    It tends to service − cycle well above the knee, and to 0 well below.
+
+    Args:
+        cycle_ns: from one burst of a producer to its next where nothing waits. service_ns: of one burst of every producer, V/R.
+        producers: K, of which fractions are rounded.
+    """
+    number = np.rint(np.asarray(producers, float))
+    service = np.maximum(np.asarray(service_ns, float), 0.0) / np.maximum(number, 1.0)
+    away = np.maximum(np.asarray(cycle_ns, float) - service, 0.0)
+    there = np.zeros(np.broadcast_shapes(number.shape, away.shape))  # mean bursts at the link
+    # A burst finds there what the queue has in the mean with one producer fewer.
+    for n in range(1, int(number.max(initial=1.0))):
+        stay = service * (1.0 + there)
+        there = np.where((n < number) & (stay > 0), n * stay / np.maximum(away + stay, np.finfo(float).tiny), there)
+    return np.asarray(service * there)
 
 
 def recovery_gap_ns(burst: Burst, platform: Platform, method: str = "st_global") -> Array:

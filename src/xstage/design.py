@@ -22,6 +22,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from xstage.burst_gap import queue_wait_ns
 from xstage.errors import XStageError
 from xstage.platform import TABLES, KiB, MiB, Platform
 
@@ -185,6 +186,8 @@ class Schedule:
         injection_rate: V/(T_iss⁰ + G) in bytes/ns. rate_margin: 1 − injection_rate/R; below 0 the rate bound is broken.
         issue_ns: T_RS, steady span of the issuing role.
         period_ns: burst start to start. stall_ns: T_RS − T_iss⁰. exposed_ns: Δt, what reaches the compute role.
+        uneven_wait_ns: what a producer waits per burst, in the mean, where phases have drifted apart and gaps vary
+            (`burst_gap.queue_wait_ns`).
     """
 
     gap_ns: float
@@ -194,6 +197,7 @@ class Schedule:
     period_ns: float
     stall_ns: float
     exposed_ns: float
+    uneven_wait_ns: float
 
     @property
     def holds(self) -> bool:
@@ -272,12 +276,14 @@ class Audit:
             ("issue time", f"{_time(s.issue_ns)}", f"unhindered {_time(self.issue_floor_ns)}, stall {_time(s.stall_ns)}"),
             ("stall behind staging", f"{_time(s.exposed_ns)}", f"staging covers {_time(self.cover_ns)}"),
             ("period", f"{_time(s.period_ns)}", ""),
+            ("wait if gaps vary", f"{_time(s.uneven_wait_ns)}", "per burst, mean, of producers that do not store together"),
         ]
         if i is not None:
             out += [
                 ("interleaved: rate bound", f"{i.injection_rate:.0f} of {self.drain_rate:.0f} GB/s", _verdict(i.rate_margin)),
                 ("interleaved: issue time", f"{_time(i.issue_ns)}", f"gap {_time(i.gap_ns)}, stall {_time(i.stall_ns)}"),
                 ("interleaved: stall behind staging", f"{_time(i.exposed_ns)}", ""),
+                ("interleaved: wait if gaps vary", f"{_time(i.uneven_wait_ns)}", ""),
             ]
         if self.sequence_bound is not None:
             out.append(("sequence bound M_ub", f"{self.sequence_bound} tokens", "the gap suffices from here on"))
@@ -393,7 +399,8 @@ def _schedule(design: Design, extra_ns: float, floor: float, rate: float, capaci
     period = max(issue + own_gap, design.mainloop + extra_ns if design.staged else 0.0)
     stall = issue - floor
     exposed = max((stall if design.kind == "attention" else issue) - cover, 0.0)
-    return Schedule(natural - floor, volume / natural, 1.0 - volume / natural / rate, issue, period, stall, exposed)
+    uneven = float(queue_wait_ns(natural, volume / rate, design.producers))
+    return Schedule(natural - floor, volume / natural, 1.0 - volume / natural / rate, issue, period, stall, exposed, uneven)
 
 
 def _notes(design: Design, platform: Platform, schedule: Schedule, capacity_margin: float) -> tuple[str, ...]:

@@ -47,6 +47,7 @@ def predict(
         "peak_outstanding_bytes": float(burst_gap.peak_outstanding_bytes(burst, platform, method)),
         "saturating_producers": float(burst_gap.saturating_producers(burst, platform, method)),
         "bursts_to_saturation": float(burst_gap.bursts_to_saturation(burst, platform, method)),
+        "uneven_wait_ns": float(burst_gap.uneven_wait_ns(burst, platform, method)),
         "completion_coupled_period_ns": float(burst_gap.completion_coupled_period_ns(burst, platform, method)),
         "notes": notes,
     }  # fmt: skip
@@ -63,6 +64,7 @@ def text(p: dict[str, Any]) -> str:
         ("issue time", f"{p['issue_ns'] / us:.2f} µs (floor {p['issue_floor_ns'] / us:.2f}, stall {p['stall_ns'] / us:.2f})"),
         ("limited by", p["limited_by"]),
         ("period", f"{p['period_ns'] / us:.2f} µs; if the sender waited for completion {p['completion_coupled_period_ns'] / us:.2f} µs"),
+        ("uneven gaps", f"{p['uneven_wait_ns'] / us:.2f} µs of waiting, if producers do not store together and their gaps vary"),
         ("gap", f"{p['gap_ns'] / us:g} µs; {p['recovery_gap_ns'] / us:.2f} µs would let the path recover"),
         ("under way", f"{p['peak_outstanding_bytes'] / MiB:.2f} MiB at most, capacity {p['capacity_bytes'] / MiB:.2f} MiB"),
         ("first stall", _saturation(p["bursts_to_saturation"])),

@@ -5,8 +5,8 @@ between bursts is what an SM does from one Linear-2 tile to the next: that tile 
 Linear-1 tiles besides where one kernel runs both. The one kernel also sends this rank's rows, S bytes a round, over the same link.
 
 The rate bound says (V + S)/R − G, as if SMs stored evenly. They do not, and near the knee bursts wait for each other though the link keeps
-up with them in the mean. `queue_wait_ns` is that wait: SMs that have something to store are the sources of a queue, the link serves it.
-It tends to the rate bound well above the knee and to 0 well below.
+up with them in the mean. `burst_gap.queue_wait_ns` is that wait: SMs that have something to store are the sources of a queue, the link
+serves it. It tends to the rate bound well above the knee and to 0 well below.
 
 * Interleaved, all of that is mixed: bursts of (V + S)/R in gaps of G.
 * In expert-wave order it is not: a wave is n₁ rounds of Linear-1 and then n₂ of Linear-2, whose gap is Linear-2's own tile. Its results,
@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from xstage.burst_gap import queue_wait_ns
 from xstage.moe.work_table import TILE_COLUMNS, TILE_ROWS, WorkOrder, entries
 from xstage.platform import Platform
 from xstage.simulate.row_plan import row_plan
@@ -69,7 +70,7 @@ class Burst:
 
     def stall_ns(self, gap_ns: float, sent_bytes: float = 0.0) -> float:
         """Wait of bursts of (V + S)/R in gaps of G, per tile. sent_bytes: S, other bytes that leave the rank per round."""
-        return queue_wait_ns(gap_ns, self.drain_ns + sent_bytes / self.rate, self.producers)
+        return float(queue_wait_ns(gap_ns, self.drain_ns + sent_bytes / self.rate, self.producers))
 
     def wave_stall_ns(self, linear1_ns: float, linear2_ns: float, wave: Wave, sent_bytes: float) -> float:
         """Waits of both phases of a wave, per Linear-2 tile. Times of a tile with local stores; sent_bytes: S."""
@@ -78,30 +79,9 @@ class Burst:
         stored = wave.rounds2 * self.burst_bytes
         held = min(max(stored - self.rate * wave.rounds2 * linear2_ns, 0.0), self.capacity_bytes)
         served1, served2 = (left / self.rate for left in (wave.rounds2 * sent_bytes + held, stored - held))
-        wait1 = queue_wait_ns(linear1_ns, served1 / wave.rounds1, self.sms)
-        wait2 = queue_wait_ns(linear2_ns, served2 / wave.rounds2, self.producers)
+        wait1 = float(queue_wait_ns(linear1_ns, served1 / wave.rounds1, self.sms))
+        wait2 = float(queue_wait_ns(linear2_ns, served2 / wave.rounds2, self.producers))
         return (wave.rounds1 * wait1 + wave.rounds2 * wait2) / wave.rounds2
-
-
-def queue_wait_ns(gap_ns: float, service_ns: float, producers: int) -> float:
-    """Mean time that a burst waits for those of other producers at the link: the machine-repair queue (M/M/1//N) by mean value analysis
-    (Reiser and Lavenberg, 1980).
-
-    A posted burst's own service does not hold its producer, so a producer is away from the link for the gap less that service. If the link
-    serves all bursts that are there at once, evenly, the result holds for sizes and gaps of any distribution (Baskett et al., 1975).
-
-    Args:
-        gap_ns: G, from one burst of a producer to its next where nothing waits. service_ns: of one burst of every producer.
-    """
-    if producers < 2 or service_ns <= 0:
-        return 0.0
-    service = service_ns / producers
-    away, there = max(gap_ns - service, 0.0), 0.0  # there: mean bursts at the link
-    # A burst finds there what the queue has in the mean with one producer fewer.
-    for n in range(1, producers):
-        stay = service * (1 + there)
-        there = n * stay / (away + stay)
-    return service * there
 
 
 def burst(share: float, platform: Platform, *, fill: float = 1.0, active: float = 1.0, duplex: float = 1.0) -> Burst:

@@ -1,4 +1,4 @@
-"""The queue of `moe_stall`: its limits, the exact distribution of the same queue, and a simulation of bursts and gaps that are nothing like
+"""The queue of `burst_gap`: its limits, the exact distribution of the same queue, and a simulation of bursts and gaps that are nothing like
 exponential. Waves and what is made of a measured row: tests/test_moe_spans.py.
 """
 
@@ -8,9 +8,12 @@ import heapq
 import random
 from math import perm
 
+import numpy as np
 import pytest
 
-from xstage.studies.moe_stall import Burst, queue_wait_ns
+from xstage.burst_gap import Burst, queue_wait_ns, uneven_wait_ns
+from xstage.platform import KiB, load_platform
+from xstage.studies import moe_stall
 
 
 @pytest.mark.parametrize("producers", [66, 88, 132])
@@ -27,8 +30,23 @@ def test_limits(producers: int) -> None:
     assert queue_wait_ns(gap, 0.9 * gap, 1) == queue_wait_ns(gap, 4 * gap, 1) == queue_wait_ns(gap, 0.9 * gap, 0) == 0.0
     # Without a gap all the others are there.
     assert queue_wait_ns(0.0, gap, producers) == pytest.approx(gap * (producers - 1) / producers)
-    stores = Burst(10_000.0, 2.0, 0.0, producers, 132)
+    stores = moe_stall.Burst(10_000.0, 2.0, 0.0, producers, 132)
     assert stores.stall_ns(gap, 30_000.0) == queue_wait_ns(gap, gap, producers)
+
+
+def test_of_a_burst() -> None:
+    platform = load_platform("h200-nvlink4", samples=False)
+    gaps, producers = np.array([0.0, 5_000.0, 11_000.0, 40_000.0]), np.array([[8], [132]])
+    burst = Burst(producers, 32 * KiB, gaps)
+    waits = uneven_wait_ns(burst, platform)
+    assert waits.shape == (2, 4)
+    for k, of_k in zip(producers[:, 0], waits, strict=True):
+        method = platform.method("st_global")
+        service = k * 32 * KiB / method.drain_rate(k)
+        cycles = method.issue_floor_ns(k, 32 * KiB) + gaps
+        assert of_k.tolist() == [queue_wait_ns(cycle, service, k) for cycle in cycles]
+    # A gap as long as the path needs is no end of waiting.
+    assert waits[1, 0] > waits[1, 1] > 1_000 > waits[1, 2] > 100 > waits[1, 3]
 
 
 @pytest.mark.parametrize("producers", [2, 3, 9])
