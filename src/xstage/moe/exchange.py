@@ -28,7 +28,8 @@ from. A rank overwrites its staged rows in g + 1 after it passed `combined` of g
 
 Plan, list, the meeting `combined` and reduce are launched while the kernel before them runs (programmatic dependent launch) and wait for
 its end before they touch what it writes. Two things come before that wait: what a launch takes, and rows that are quantised while `count`
-runs, which needs only what was there before `count` began. No kernel lets the next one begin before its own wait for peers is over.
+runs, which needs only what was there before `count` began. No kernel lets the next one begin before its own wait for peers is over but
+that of both GEMMs, whose CTAs all have their places by then, and behind it comes one warp.
 
 So calls of an object must be ordered on each rank, and come in the same order on every rank. A wait that gives up says so at `check` or at
 the next call, and nothing is stored from then on: an object that failed is not used again.
