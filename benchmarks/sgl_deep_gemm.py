@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--shares", type=float, nargs="+", default=list(moe_layer.SHARES))
     parser.add_argument("--groups", nargs="+", default=list(moe_layer.GROUPS))
-    parser.add_argument("--orders", nargs="*", default=list(moe_layer.ORDERS))
+    parser.add_argument("--orders", nargs="*", default=list(moe_layer.FUSED))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--budget", type=float, default=400.0, help="no shape is begun after this many seconds")
     parser.add_argument("--platform", default="h200-nvlink4")

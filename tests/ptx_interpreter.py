@@ -132,12 +132,15 @@ def translate(ptx: str) -> Kernel:
     sizes = [int(a or 0) // 8 * int(b or 1) for a, b in re.findall(r"\.param (?:\.align \d+ )?\.[ub](\d+) \w+(?:\[(\d+)\])?", parameters)]
     blocks: list[list[str]] = [[]]
     labels: dict[str, int] = {}
+    scope_of = ""  # labels in braces are of these braces
     for statement in _STATEMENT.finditer(body):
-        if statement["label"]:
-            labels[statement["label"]] = len(blocks)
+        if statement["brace"]:
+            scope_of = f"@{statement.start()}" if statement["brace"] == "{" else ""
+        elif statement["label"]:
+            labels[statement["label"] + scope_of] = len(blocks)
             blocks.append([])
         elif statement["text"] and not statement["text"].startswith((".reg", ".pragma")):
-            blocks[-1].append(statement["text"])
+            blocks[-1].append(re.sub(r"(\bbra(?:\.uni)?\s+\w+)$", rf"\1{scope_of}", statement["text"]))
     lines = ["def thread(tid, ctaid, nctaid, parameters, memory, shared, clock):", " pc = 0", " while True:"]
     for i, block in enumerate(blocks):
         lines.append(f"  if pc == {i}:")
@@ -216,6 +219,8 @@ def _action(words: list[str], arguments: list[str]) -> str:
             return f"{to} = yield 'match', {a}"
         case ["vote", "sync", "any", "pred"] if arguments[2] == "-1":
             return f"{to} = yield 'any', {a}"
+        case ["vote", "sync", "all" | "ballot" as mode, "pred" | "b32"] if arguments[2] == "-1":
+            return f"{to} = yield '{mode}', {_operand(arguments[1], 1)}"
         case ["shfl", "sync", "up" | "bfly" | "idx" as mode, "b32"] if arguments[3:] == ["0" if mode == "up" else "31", "-1"]:
             return f"{to} = yield '{mode}', {a}, {b}"
         case ["mov", _] if arguments[0][0] == "{":
@@ -256,6 +261,8 @@ def _action(words: list[str], arguments: list[str]) -> str:
             value = f"{a} {_OPERATORS[kind]} {b}"
         case ["not", "pred"]:
             value = f"not {a}"
+        case ["not", _]:
+            value = f"~{a} & {mask}"
         case ["setp", comparison, _] if what[0] != "f":
             value = f"{sa} {_COMPARISONS[comparison]} {sb}"
         case ["setp", comparison, "and", _] if what[0] != "f":
@@ -436,6 +443,10 @@ def _collective(kind: str, lane: int, wait: Any, waits: Sequence[Any]) -> int:
         return sum(1 << other for other in range(32) if waits[other][1] == wait[1])
     if kind == "any":
         return int(any(other[1] for other in waits))
+    if kind == "all":
+        return int(all(other[1] for other in waits))
+    if kind == "ballot":
+        return sum(1 << other for other in range(32) if waits[other][1])
     source = {"bfly": lane ^ wait[-1], "up": lane - wait[-1] if lane >= wait[-1] else lane, "idx": wait[-1] % 32}[kind]
     return int(waits[source][1])
 

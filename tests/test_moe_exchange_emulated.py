@@ -33,7 +33,8 @@ SENDING_WARPS = 5
 
 @dataclass(frozen=True)
 class Case:
-    """tokens: of each rank. picks: see `pick`. wide: int64 picks. quantized: rows come in e4m3. order: None: step by step."""
+    """tokens: of each rank. picks: see `pick`. wide: int64 picks. quantized: rows come in e4m3. order: None: step by step. once: rows go
+    to a rank once."""
 
     tokens: tuple[int, ...]
     experts: int
@@ -45,11 +46,13 @@ class Case:
     hidden: int = 512
     intermediate: int = 256
     pull: bool = False
+    once: bool = False
 
     @property
     def layout(self) -> BufferLayout:
         return BufferLayout(
-            len(self.tokens), self.experts, self.hidden, self.top_k, max(*self.tokens, 1), direct=self.order is not None, pull=self.pull
+            len(self.tokens), self.experts, self.hidden, self.top_k, max(*self.tokens, 1), direct=self.order is not None, once=self.once,
+            pull=self.pull,
         )  # fmt: skip
 
     @property
@@ -58,7 +61,8 @@ class Case:
 
     def __str__(self) -> str:
         dtypes = f"{'int64' if self.wide else 'int32'}-{'e4m3' if self.quantized else 'bf16'}"
-        return f"{self.order or ('pull' if self.pull else 'steps')}-{self.picks}-{dtypes}-{'.'.join(map(str, self.tokens))}"
+        way = f"{'once-' * self.once}{self.order or ('pull' if self.pull else 'steps')}"
+        return f"{way}-{self.picks}-{dtypes}-{'.'.join(map(str, self.tokens))}"
 
 
 class Rank:
@@ -108,7 +112,7 @@ class Rank:
 
     def dispatch(self) -> list[Grid]:
         steps = self.exchange._dispatch_steps(self.given, self.given_scales, self.given_picks, self.given_weights)  # type: ignore[arg-type]
-        return [self.grid(name, launch()) for name, launch in steps] + ([self.send()] if self.machine.order else [])
+        return [self.grid(name, launch()) for name, launch in steps]
 
     def combine(self) -> list[Grid]:
         steps = self.exchange._combine_steps(self.given_picks, self.out)  # type: ignore[arg-type]
@@ -129,12 +133,24 @@ class Rank:
         }  # fmt: skip
         return Grid(kernel, max(ctas.get(name, 1), 1), addresses(arguments), self.machine.memory, seed=self.machine.next_seed())
 
-    def send(self) -> Grid:
+    def sends(self) -> list[Grid]:
+        """Warps that may wait for each other, hence a grid each."""
         from send_kernel import compiled_send
 
+        if not self.machine.order:
+            return []
         kernel = translated(compiled_send(self.machine.case.layout))
-        arguments = [*self.exchange.sends, self.exchange.call.address]  # type: ignore[attr-defined]
-        return Grid(kernel, SENDING_WARPS, arguments, self.machine.memory, seed=self.machine.next_seed())
+        here = (self.control.address, self.exchange.call.address, int(self.scratch["totals"].value[3]))  # type: ignore[attr-defined]
+        arguments = [*self.exchange.sends, *here]
+        return [
+            Grid(kernel, 1, [*arguments, index, SENDING_WARPS], self.machine.memory, seed=self.machine.next_seed())
+            for index in range(SENDING_WARPS)
+        ]
+
+
+def dispatch(ranks: list[Rank], seed: int = 0) -> None:
+    run([rank.dispatch() for rank in ranks], seed=seed)
+    run([[grid] for rank in ranks for grid in rank.sends()], seed=seed)
 
 
 def pick(case: Case, me: int, generator: torch.Generator) -> torch.Tensor:
@@ -165,8 +181,10 @@ class Machine:
         layout = case.layout
         self.memory = Memory(2 * layout.ranks * layout.size_bytes + (16 << 20))
         self.buffers = [self.memory.allocate(layout.size_bytes) for _ in range(layout.ranks)]
+        zeroed = ("signals", "inbox_call") if layout.once else ("signals",)
         for buffer in self.buffers:
-            self.memory.put(torch.zeros(layout.region("signals").columns, dtype=torch.int64), buffer)
+            for region in map(layout.region, zeroed):
+                self.memory.put(torch.zeros(region.size_bytes, dtype=torch.uint8), buffer + region.offset_bytes)
         self.ranks = [Rank(self, me) for me in range(layout.ranks)]
         for module in (plan_sm90, exchange_sm90, meeting):
             for name in [name for name in vars(module) if name.startswith("compiled_")]:
@@ -265,6 +283,12 @@ CASES = [
     Case((13, 20), 6, 2, "any", True, False, None, pull=True),
     Case((3, 30, 17), 6, 3, "outside", True, True, None, hidden=1536, pull=True),
     Case((50, 20), 10, 5, "any", False, True, "alternating", intermediate=768),
+    Case((21, 0), 4, 2, "any", True, False, "interleaved", once=True),
+    Case((3, 131, 17), 6, 3, "one", False, True, "interleaved", once=True),
+    Case((9, 30, 12, 5), 12, 6, "any", False, False, "expert_wave", hidden=1024, once=True),
+    Case((6, 1), 2, 1, "masked", True, True, "interleaved", once=True),
+    Case((40, 33), 6, 3, "outside", True, False, "linear1_first", hidden=1536, once=True),
+    Case((20,), 6, 3, "any", True, True, "interleaved", once=True),
 ]  # fmt: skip
 
 
@@ -275,7 +299,7 @@ def test_rows_go_to_their_experts_and_results_come_back(case: Case, monkeypatch:
     for call in range(2):
         for rank in machine.ranks:
             rank.take(generator)
-        run([rank.dispatch() for rank in machine.ranks], seed=call)
+        dispatch(machine.ranks, seed=call)
         counts = torch.stack([routing.count(rank.picks, case.experts) for rank in machine.ranks])
         check_plan(machine, counts)
         for slot in torch.cat(check_rows(machine, counts, fresh=call == 0)).tolist():
@@ -292,15 +316,16 @@ def test_rows_go_to_their_experts_and_results_come_back(case: Case, monkeypatch:
             assert rank.control.value.tolist() == [call + 1, 0]
 
 
-@pytest.mark.parametrize("order", [None, "interleaved"])
-def test_nothing_is_stored_when_a_peer_does_not_come(order: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("order", "once"), [(None, False), ("interleaved", False), ("interleaved", True)])
+def test_nothing_is_stored_when_a_peer_does_not_come(order: str | None, once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from xstage.device.signals import PEER_GAVE_UP, TIMED_OUT
 
-    machine = Machine(Case((10, 10), 4, 2, "any", True, False, order), monkeypatch, IMPATIENT_NS)
+    machine = Machine(Case((10, 10), 4, 2, "any", True, False, order, once=once), monkeypatch, IMPATIENT_NS)
     for rank in machine.ranks:
         rank.take(torch.Generator().manual_seed(0))
     here, peer = machine.ranks
-    run([here.dispatch() + here.combine()])
+    dispatch([here])
+    run([here.combine()])
 
     status = 1 << 32 | TIMED_OUT << 16 | 1 << 8 | COUNTED + 1
     assert here.status.value.tolist() == [status]
@@ -309,28 +334,31 @@ def test_nothing_is_stored_when_a_peer_does_not_come(order: str | None, monkeypa
     if order:
         assert here.scratch["items"].value[0] == 0
     stored = ("activations", "combine", *(("scales",) if order else ("sources", "activation_scales")))
+    stored += ("sources", "inbox", "inbox_scales") if once else ()
     for rank in machine.ranks:
         assert all((rank.region(name).view(torch.uint8) == POISON).all() for name in stored)
     assert (here.out.value.view(torch.uint8) == POISON).all()
 
     # A peer that comes late met `here` once, and hears at the next meeting that it gave up.
-    run([peer.dispatch() + peer.combine()])
-    kind = COMBINED if order else DISPATCHED
+    dispatch([peer])
+    run([peer.combine()])
+    kind = COMBINED if order and not once else DISPATCHED
     assert peer.status.value.tolist() == [1 << 32 | PEER_GAVE_UP << 16 | 0 << 8 | kind + 1]
     if not order:
         assert peer.scratch["totals"].value.tolist() == [0] * 4
     assert (peer.out.value.view(torch.uint8) == POISON).all()
 
 
-@pytest.mark.parametrize("order", [None, "interleaved"])
-def test_ranks_that_mean_different_layers_store_nothing(order: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("order", "once"), [(None, False), ("interleaved", False), ("interleaved", True)])
+def test_ranks_that_mean_different_layers_store_nothing(order: str | None, once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from xstage.device.signals import MISMATCH
 
-    machine = Machine(Case((10, 10), 4, 2, "any", True, False, order), monkeypatch)
+    machine = Machine(Case((10, 10), 4, 2, "any", True, False, order, once=once), monkeypatch)
     for rank in machine.ranks:
         rank.take(torch.Generator().manual_seed(0))
         machine.memory.put(torch.tensor([SIGNATURE + rank.me]), rank.exchange.call.address)  # type: ignore[attr-defined]
-    run([rank.dispatch() + rank.combine() for rank in machine.ranks])
+    dispatch(machine.ranks)
+    run([rank.combine() for rank in machine.ranks])
     for rank in machine.ranks:
         assert rank.status.value.tolist() == [1 << 32 | MISMATCH << 16 | (1 - rank.me) << 8 | COUNTED + 1]
         assert rank.scratch["totals"].value.tolist() == [0] * 4

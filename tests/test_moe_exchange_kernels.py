@@ -22,7 +22,7 @@ QWEN3_30B = BufferLayout(2, 128, 2048, 8, 8192)
 ODD = BufferLayout(3, 12, 1536, 3, 100)
 KERNELS = [
     *(f"{name}-{layout}" for name in ("count", "plan", "dispatch", "quantized", "arrange", "reduce") for layout in ("qwen35", "odd")),
-    "dispatch-qwen3", "narrow-odd", "list-qwen35", "list-odd", "quantizing-qwen35", "quantizing-odd",
+    "dispatch-qwen3", "narrow-odd", "list-qwen35", "list-odd", "told-odd", "quantizing-qwen35", "quantizing-odd",
 ]  # fmt: skip
 
 
@@ -48,6 +48,7 @@ def code(name: str) -> dict[str, str]:
             layout.hidden,
         ),
         "list": lambda: exchange_sm90.compiled_list(replace(layout, direct=True), True),
+        "told": lambda: exchange_sm90.compiled_list(replace(layout, direct=True, once=True), True),
         "arrange": lambda: exchange_sm90.compiled_arrange(layout),
         "reduce": lambda: exchange_sm90.compiled_reduce(layout, True),
     }[kind]()
@@ -135,6 +136,27 @@ def test_pairs_are_only_listed() -> None:
     ptx = code("list-odd")["ptx"]
     assert len(re.findall(r"\bst\.", ptx)) == 1
     assert ".v4" not in ptx
+
+
+@needs_compiler
+def test_an_experts_rank_is_told_a_row_in_one_store() -> None:
+    ptx = code("told-odd")["ptx"]
+    assert sorted(re.findall(r"\bst\.global\S*", ptx)) == ["st.global.b32", "st.global.v4.b32"]
+
+
+@needs_compiler
+def test_what_orders_rows_that_go_once() -> None:
+    from send_kernel import compiled_send
+
+    ptx = machine_code.of(compiled_send(replace(ODD, direct=True, once=True)))["ptx"]
+    # Of a post: all copies are over, the warp has met, each row's call is released.
+    post = ptx[: ptx.index("st.release.sys.global.b32")]
+    assert re.search(r"wait_group 0.*bar\.warp\.sync", post[post.rindex("cp.async.bulk.global") :], re.DOTALL)
+    # Of a place: the calls of its rows are acquired, the warp meets, and the copy engine is made to see what they show.
+    place = ptx[ptx.index("ld.acquire.sys.global.b32") :]
+    assert re.search(r"vote\.sync\.all.*bar\.warp\.sync.*fence\.proxy\.async.*cp\.async\.bulk\.shared", place, re.DOTALL)
+    counted = place[place.index("cp.async.bulk.global") : place.index("red.release.sys")]
+    assert re.search(r"wait_group 0.*bar\.warp\.sync", counted, re.DOTALL)
 
 
 @needs_compiler

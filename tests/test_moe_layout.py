@@ -94,6 +94,7 @@ def test_worst_routing_fills_the_rows() -> None:
         ({"ranks": 0}, "ranks: 0"), ({"experts": 9}, "experts: 9 must be a multiple"), ({"hidden": 100}, "hidden: 100"),
         ({"top_k": 11}, "top_k: 11"), ({"max_tokens_per_rank": 1.5}, "max_tokens_per_rank: 1.5"), ({"tile": True}, "tile: True"),
         ({"precision": "fp4"}, "precision: 'fp4'"), ({"max_tokens_per_rank": 1 << 30}, "max_tokens_per_rank: 1073741824 makes"),
+        ({"once": True}, "once: goes with direct only"), ({"direct": True, "pull": True}, "pull: does not go with direct"),
     ],
 )  # fmt: skip
 def test_refusals(changes: dict[str, object], message: str) -> None:

@@ -341,7 +341,7 @@ def test_refusal_without_a_group() -> None:
         ({"clamp": 0.0}, "clamp: 0.0"), ({"dtype": torch.float16}, "dtype: torch.float16 must be bfloat16"),
         ({"fallback": "maybe"}, "fallback: 'maybe'"), ({"timeout_s": 0}, "timeout_s: 0"),
         ({"weight_format": "int4"}, "weight_format: 'int4' is not one of fp8, mxfp4"), ({"layers": 0}, "layers: 0 must be"),
-        ({"layers": True}, "layers: True must be"),
+        ({"layers": True}, "layers: True must be"), ({"rows_once": 1}, "rows_once: 1 must be True or False"),
     ],
 )  # fmt: skip
 def test_construction_is_refused(alone: None, changes: dict[str, Any], message: str) -> None:
@@ -383,6 +383,10 @@ def test_sizes_are_known_before(alone: None) -> None:
         xstage.MegaMoE.plan_bytes(ranks=2, mode="fast", **shape)
     with pytest.raises(XStageError, match="experts: 128 must be a multiple"):
         xstage.MegaMoE.plan_bytes(ranks=3, mode="torch", **shape)
+    each, once = (xstage.MegaMoE.plan_bytes(ranks=2, rows_once=once, **shape) for once in (False, True))
+    inbox = 2 * 8192 * (2048 + 4 * 16 + 4)  # a row, its scales and its call; beside them 16 bytes a row of the experts
+    assert once.symmetric - each.symmetric == inbox + 16 * BufferLayout(2, 128, 2048, 8, 8192).rows
+    assert (once.local, once.weights) == (each.local, each.weights)
     small = {"num_experts": 8, "hidden": 256, "intermediate": 128, "top_k": 2, "max_tokens_per_rank": 4}
     one = xstage.MegaMoE.plan_bytes(ranks=1, mode="reference", **small)
     with xstage.MegaMoE(**small) as moe:

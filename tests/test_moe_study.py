@@ -37,6 +37,11 @@ def test_derived_answers() -> None:
     assert study.derived({"layer": LAYER}, 1, 1.0, (1.0, 1.0), "interleaved") == {"speedup_over_deep_gemm_mega": 2.5}
 
 
+def test_rows_that_go_once_stand_beside_rows_per_pick() -> None:
+    fused = {"interleaved": at(2000), "interleaved_once": at(1500)}
+    assert study.derived({"layer": fused}, 1, 1.0, (1.0, 1.0), "interleaved")["once_over_per_pick"] == 0.75
+
+
 def test_bytes_of_a_rank() -> None:
     assert study.sent_bytes(10, 3, 4096) == 10 * (4096 + 128 + 16) + 3 * 8192
 

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from xstage.platform import Platform, load_platform
 from xstage.simulate.mega_moe import DUPLEX
 from xstage.simulate.one_list import OneListRun, TileTimes, row_bytes, simulate_one_list
 from xstage.simulate.row_plan import row_plan
-from xstage.studies import moe_prediction
+from xstage.studies import moe_once, moe_prediction
 from xstage.studies import one_list as study
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -35,7 +36,7 @@ WAVE = WorkOrder.of("expert_wave", 4, 4, lead_rows=None, instances=66)
 
 
 def simulated(
-    order: WorkOrder = ORDER, share: float = 0.5, rows: list[int] = ROWS, platform: Platform = PLATFORM, **given: float
+    order: WorkOrder = ORDER, share: float = 0.5, rows: list[int] = ROWS, platform: Platform = PLATFORM, **given: Any
 ) -> OneListRun:
     return simulate_one_list(rows, share, order, TIMES, platform, **given)
 
@@ -53,6 +54,37 @@ def test_every_row_is_sent_once_and_counts_where_it_lies(rows: list[int], share:
     assert plan.sent_rows == plan.remote.sum() == sum(round(share * count) for count in rows)
     assert (plan.item_first + plan.item_second <= ITEM_PAIRS).all()
     assert (np.diff(plan.item_tile) >= 0).all()
+
+
+@given(st.integers(1, 12), st.floats(1e-3, 1), st.integers(2, 8))
+def test_as_many_rows_are_fresh_as_tokens_want_one_on_a_rank(picks: int, share: float, ranks: int) -> None:
+    rows = [640] * 40
+    plan = row_plan(rows, share, 0, ranks, picks)
+    # Of a token, picks · p picks on another rank in the mean, and any with the probability 1 − (1 − p)^picks.
+    p = share / (ranks - 1)
+    assert plan.item_fresh.sum() / sum(rows) == pytest.approx((1 - (1 - p) ** picks) / (picks * p), rel=0.03)
+    assert (plan.item_fresh <= plan.item_first + plan.item_second).all()
+    assert (row_plan(rows, share, 0, ranks).item_fresh == plan.item_first + plan.item_second).all()
+
+
+def test_rows_that_go_once_take_fewer_bytes_and_leave_the_link_to_results() -> None:
+    each, once = (simulated(share=0.875, picks=picks) for picks in (None, 8))
+    plan = row_plan(ROWS, 0.875, 0, 2, 8)
+    fewer = (plan.item_first + plan.item_second - plan.item_fresh)[plan.item_remote].sum() * row_bytes(ORDER.columns2 * 256)
+    assert each.moved_bytes - once.moved_bytes == pytest.approx(fewer, rel=1e-6)
+    assert once.store_spans_ns.mean() < each.store_spans_ns.mean()
+    assert simulated(share=0.875, picks=1).moved_bytes == pytest.approx(each.moved_bytes)
+
+
+def test_the_shipped_prediction_of_rows_that_go_once_is_what_the_simulator_says() -> None:
+    [shipped] = [
+        r for r in json.loads((RESULTS / "simulated" / "moe_once.json").read_text())["outputs"]["rows"]
+        if (r["shape"], r["ranks"], r["share"]) == ("Qwen3-30B", 2, 0.875)
+    ]  # fmt: skip
+    found = moe_once.row("Qwen3-30B", 2, 0.875, 8192, PLATFORM)
+    for way, orders in shipped["times"].items():
+        for order, times in orders.items():
+            assert found["times"][way][order] == pytest.approx(times, rel=1e-3)
 
 
 def test_rows_of_one_rank_lie_together() -> None:

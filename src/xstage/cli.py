@@ -130,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     v.add_argument("--ranks", type=int, required=True, help="ranks of the expert-parallel group")
     v.add_argument("--schedules", nargs="+", default=["auto"], help="as MegaMoE takes them (default auto)")
     v.add_argument("--weights", choices=("fp8", "mxfp4"), default="fp8", help="format of weights (default fp8)")
+    v.add_argument("--rows-once", action="store_true", help="for MegaMoE(rows_once=True)")
     v.add_argument("--picks", nargs="+", default=["int64"], help="dtypes of topk_idx (default int64)")
     v.add_argument("--rows", nargs="+", default=["bfloat16"], help="dtypes of x (default bfloat16)")
 
@@ -338,7 +339,7 @@ def _prebuild(options: argparse.Namespace) -> int:
 
     for path in prebuild(
         options.out, options.shapes, tokens=options.tokens, ranks=options.ranks, schedules=options.schedules, picks=options.picks,
-        rows=options.rows, weights=options.weights,
+        rows=options.rows, weights=options.weights, rows_once=options.rows_once,
     ):  # fmt: skip
         print(path)
     return 0

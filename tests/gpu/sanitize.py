@@ -7,8 +7,8 @@
 racecheck and synccheck as memcheck. The filter leaves torch's kernels alone; initcheck must see them, for they write what others read.
 A process is a group of one rank, which sends to itself; `torchrun --nproc-per-node 2 tests/gpu/sanitize.py` puts two ranks on the GPU.
 
-* moe: both weight formats, one GEMM after the other and both in one kernel, tokens in bfloat16 and in e4m3, masked picks; the one kernel
-  must give the bits of the two, in all its forms.
+* moe: both weight formats, one GEMM after the other and both in one kernel, rows per pick and once, tokens in bfloat16 and in e4m3, masked
+  picks; the one kernel must give the bits of the two, in all its forms.
 * attention: whole Ulysses attention, with and without causal mask and log-sum-exp, more query heads than key heads, against float64.
 
 Every tensor is an allocation of its own (no caching allocator), so that memcheck knows where it ends. The buffers that peers store into are
@@ -30,6 +30,7 @@ from xstage.moe.work_table import FORMS
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, MOST = 512, 256, 8, 2, 200
 SCHEDULES = ("serial", "interleaved")
+RUNS = (("serial", False), ("interleaved", False), ("interleaved", True))  # schedule, rows_once
 TIMEOUT_S = 300.0  # kernels take a hundred times as long
 
 
@@ -41,7 +42,11 @@ def prebuild(folder: str, ranks: int) -> None:
     model = MoEShape("test", HIDDEN, INTERMEDIATE, EXPERTS, TOP_K)
     for weights in ("fp8", "mxfp4"):
         for picks, rows in (("int64", "bfloat16"), ("int32", "float8_e4m3fn")):
-            made = prebuild(folder, [model], tokens=MOST, ranks=ranks, schedules=SCHEDULES, picks=[picks], rows=[rows], weights=weights)
+            for once in (False, True):
+                made = prebuild(
+                    folder, [model], tokens=MOST, ranks=ranks, schedules=SCHEDULES, picks=[picks], rows=[rows], weights=weights,
+                    rows_once=once,
+                )  # fmt: skip
     print(f"{len(made)} kernels in {folder}")
 
 
@@ -63,11 +68,11 @@ def moe(weights: str) -> None:
         calls.append((x.cuda(), idx.cuda(), routing, None))
         calls.append((rows.cuda(), idx.int().cuda(), routing, scales.cuda()))
     wanted = []
-    for schedule in SCHEDULES:
+    for schedule, once in RUNS:
         begun = time.time()
         with xstage.MegaMoE(
             num_experts=EXPERTS, hidden=HIDDEN, intermediate=INTERMEDIATE, top_k=TOP_K, max_tokens_per_rank=MOST, schedule=schedule,
-            weight_format=weights, device="cuda", timeout_s=TIMEOUT_S, fallback="error",
+            rows_once=once, weight_format=weights, device="cuda", timeout_s=TIMEOUT_S, fallback="error",
         ) as layer:  # fmt: skip
             layer.load_weights(w1, w2)
             forms = FORMS if weights == "mxfp4" and schedule != "serial" else (None,)
@@ -80,7 +85,7 @@ def moe(weights: str) -> None:
                 assert bool(y.isfinite().all()), f"{weights}, {schedule}, {form}, call {number}: not finite"
                 assert torch.equal(y, wanted[number]), f"{weights}, {schedule}, {form}, call {number}: other bits"
             settle()
-        say(f"moe, {weights}, {schedule}: {len(forms)} · {len(calls)} calls, {time.time() - begun:.0f} s")
+        say(f"moe, {weights}, {schedule}{', rows once' * once}: {len(forms)} · {len(calls)} calls, {time.time() - begun:.0f} s")
 
 
 def attention(sequence: int = 300, heads: int = 2, head_dim: int = 128) -> None:

@@ -37,10 +37,10 @@ MARKS = [
 
 
 @cache
-def report(file: str, port: int) -> dict[str, str]:
-    """Every section of `file`, run once on two ranks: `passed`, or why not."""
+def report(file: str, port: int, *options: str) -> dict[str, str]:
+    """Every section of `file`, run once on two ranks with these options: `passed`, or why not."""
     run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port), file, "--report"],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port), file, "--report", *options],
         capture_output=True,
         text=True,
         timeout=1200,
@@ -50,8 +50,8 @@ def report(file: str, port: int) -> dict[str, str]:
     return dict(json.loads(lines[-1].removeprefix("REPORT ")))
 
 
-def outcome(file: str, port: int, section: str) -> str:
-    return report(file, port).get(section, "did not run")
+def outcome(file: str, port: int, section: str, *options: str) -> str:
+    return report(file, port, *options).get(section, "did not run")
 
 
 def say(*words: object) -> None:

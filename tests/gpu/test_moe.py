@@ -1,9 +1,9 @@
 """The MoE layer on two or more peer-connected Hopper GPUs.
 
-    torchrun --nproc-per-node 2 tests/gpu/test_moe.py [--sections random,replay,…] [--shapes 60] [--replays 5000]
+    torchrun --nproc-per-node 2 tests/gpu/test_moe.py [--once] [--sections random,replay,…] [--shapes 60] [--replays 5000]
     python tests/gpu/test_moe.py --prebuild FOLDER     # without a GPU; XSTAGE_KERNELS=FOLDER then spares the compiling
 
-Under pytest the file starts that command once and reports each section as a test. Sections:
+Under pytest the file starts that command, and again with `--once` (`rows_once`), and reports each section as a test. Sections:
 
 * random: shapes, routings of every kind, tokens per rank, clamps, quantised x; every byte that peers or steps write is poisoned before each
   call. Against float64: at most twice the error of the fp8 reference, over all tokens and for the worst token; counts exactly.
@@ -35,6 +35,7 @@ from sections import DEVICE, MARKS, RANK, WORLD, arguments, everywhere, main, ou
 
 from xstage.moe.work_table import FORMS
 
+ONCE_SECTIONS = ("random", "orders", "spans", "poison", "replay", "delay", "stream", "layers", "mxfp4", "refuse", "dead")  # with rows_once
 SECTIONS = (
     "random", "orders", "spans", "poison", "replay", "delay", "stream", "compile", "layers", "fallback", "mxfp4", "refuse", "dead",
 )  # fmt: skip
@@ -47,12 +48,19 @@ def test_section(section: str) -> None:
     assert (became := outcome(__file__, 29572, section)) == "passed", became
 
 
+@pytest.mark.parametrize("section", ONCE_SECTIONS)
+def test_section_once(section: str) -> None:
+    assert (became := outcome(__file__, 29576, section, "--once", "--sections", ",".join(ONCE_SECTIONS))) == "passed", became
+
+
 # ---- what every rank runs
 
 KINDS = (
     "even", "skewed", "one expert", "all local", "all remote", "a rank without rows", "masked", "all masked", "twice the same",
 )  # fmt: skip
 
+
+ONCE = False  # `rows_once` of the layers; by --once
 
 # hidden, intermediate, experts, top_k, most tokens, clamp; where it says so with schedule and lead.
 SMALL, MIDDLE = (512, 256, 8, 2, 200), (1024, 512, 16, 4, 600)
@@ -69,14 +77,14 @@ RANDOM = (
 )  # fmt: skip
 
 
-def prebuild(folder: str, world: int, sections: list[str]) -> None:
+def prebuild(folder: str, world: int, sections: list[str], once: bool) -> None:
     """Compile what the sections use, for `world` ranks; needs no GPU. Then start the tests with XSTAGE_KERNELS=folder."""
     for weights in ("fp8", "mxfp4"):
         if any((section == "mxfp4") == (weights == "mxfp4") for section in sections):
-            _prebuild(folder, world, weights)
+            _prebuild(folder, world, weights, once)
 
 
-def _prebuild(folder: str, world: int, weights: str) -> None:
+def _prebuild(folder: str, world: int, weights: str, once: bool) -> None:
     from xstage.moe.prebuild import fill, kernels_of, prebuild
     from xstage.moe.shapes import MoEShape
 
@@ -86,10 +94,11 @@ def _prebuild(folder: str, world: int, weights: str) -> None:
         made = prebuild(
             folder, [MoEShape("test", hidden, intermediate, experts, top_k)], tokens=most, ranks=world, schedules=[schedule],
             lead_rows=lead, clamp=clamp[0] if clamp else None, picks=["int32", "int64"], rows=["bfloat16", "float8_e4m3fn"],
-            weights=weights,
+            weights=weights, rows_once=once,
         )  # fmt: skip
     model = MoEShape("test", *MIDDLE[:4])
-    made = fill(folder, kernels_of(model, MIDDLE[4], world, "interleaved", None, None, True, False, recorded=True, weights=weights))
+    recorded = kernels_of(model, MIDDLE[4], world, "interleaved", None, None, True, False, recorded=True, weights=weights, once=once)
+    made = fill(folder, recorded)
     print(f"{len(made)} kernels in {folder}")
 
 
@@ -119,7 +128,7 @@ class Problem:
     def make(self, **options: Any) -> Any:
         from xstage.moe.op import MegaMoE
 
-        options = {"fallback": "error", "weight_format": self.weights, "device": DEVICE, **options}
+        options = {"fallback": "error", "weight_format": self.weights, "device": DEVICE, "rows_once": ONCE, **options}
         moe = MegaMoE(
             num_experts=self.experts, hidden=self.hidden, intermediate=self.intermediate, top_k=self.top_k, max_tokens_per_rank=self.most,
             clamp=self.clamp, **options,
@@ -175,7 +184,7 @@ def poison(moe: Any) -> None:
     """0xFF in everything that a call writes, on every rank; signals stay. Ranks are idle before and after."""
     settle()
     local = buffer_of(moe).local
-    for region in moe.layout.regions:
+    for region in moe._kernels.exchange.layout.regions:
         if region.name != "signals":
             local[region.offset_bytes : region.offset_bytes + region.size_bytes].fill_(0xFF)
     pipeline, exchange = moe._kernels, moe._kernels.exchange
@@ -573,8 +582,10 @@ RUNS = {
 if __name__ == "__main__":
     parser = arguments(SECTIONS, shapes=60, replays=5000)
     parser.add_argument("--prebuild", help="only compile the kernels into this folder, for two ranks, without a GPU")
+    parser.add_argument("--once", action="store_true", help="with rows_once")
     options = parser.parse_args()
     if options.prebuild:
-        prebuild(options.prebuild, 2, options.sections.split(","))
+        prebuild(options.prebuild, 2, options.sections.split(","), options.once)
     else:
+        ONCE = options.once
         main(RUNS, options)

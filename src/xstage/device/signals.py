@@ -31,6 +31,16 @@ def load_acquire_sys(address: Int64) -> Int64:
     return cute.arch.inline_ptx("ld.acquire.sys.global.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[address])
 
 
+def store_release_sys_32(address: Int64, word: Int32) -> None:
+    """`store_release_sys` of an int32 word."""
+    cute.arch.inline_ptx("st.release.sys.global.b32 [{$r0}], {$r1};", read_only_args=[address, word])
+
+
+def load_acquire_sys_32(address: Int64) -> Int32:
+    """`load_acquire_sys` of an int32 word."""
+    return cute.arch.inline_ptx("ld.acquire.sys.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+
+
 def load_relaxed_gpu(address: Int64) -> Int64:
     """Read a word that other threads of this GPU may be writing, without ordering anything."""
     return cute.arch.inline_ptx("ld.relaxed.gpu.global.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[address])

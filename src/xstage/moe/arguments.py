@@ -62,6 +62,16 @@ def check_layers(layers: int) -> None:
         raise XStageError(f"layers: {layers!r} must be a whole number of at least 1")
 
 
+def check_rows_once(rows_once: bool) -> None:
+    """Refuse what is no bool.
+
+    Raises:
+        XStageError: another value.
+    """
+    if not isinstance(rows_once, bool):
+        raise XStageError(f"rows_once: {rows_once!r} must be True or False")
+
+
 def check_layer(layer: int, layers: int) -> None:
     """Refuse a layer that the object does not have.
 

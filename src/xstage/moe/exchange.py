@@ -23,6 +23,9 @@ needs of a row comes with it. The arguments are: peers send rows of g + 1 after 
 after everything of g, and after its count had cleared `arrived` and `row_slot`; a peer's Linear-2 of g + 1 stores only results of rows
 that this rank sent in g + 1, after its reduce of g.
 
+With `layout.once` rows go into the inbox of a rank, and from there to their places (`once_sm90`, which says why nothing is overwritten).
+The list kernel of g + 1 stores `sources` of a peer after its plan passed `counted` of g + 1, which the peer published after all of g.
+
 With `layout.pull`, for measurement, `dispatch` sends sources only, and a `fetch` behind the meeting reads the rows from the ranks they come
 from. A rank overwrites its staged rows in g + 1 after it passed `combined` of g, which every peer published after its fetch of g.
 
@@ -321,11 +324,13 @@ class Exchange:
             orders = (unused, unused, self.work, self.ready, self._send_first, self._items)
             listing = exchange_sm90.compiled_list(layout, wide)
             rows = (x, x_scales) if x_scales is not None else (self._rows, self._row_scales)
+            told = self.tile_end if layout.once else topk_weights
             quantizing = (x.data_ptr(), self._rows.data_ptr(), self._row_scales.data_ptr())
-            self.sends = tuple(t.data_ptr() for t in (self._items, self._pairs, topk_weights, *rows))
+            self.sends = tuple(t.data_ptr() for t in (self._items, self._pairs, told, *rows))
             moves = [
                 ("list", lambda: listing(
-                    topk_idx.data_ptr(), tokens, self._chunk_bases, self._positions, self._send_first, self._pairs, self.control,
+                    topk_idx.data_ptr(), topk_weights.data_ptr(), tokens, self._chunk_bases, self._positions, self.first,
+                    self._send_first, self._pairs, self.control, self.call,
                 )),
             ]  # fmt: skip
         else:

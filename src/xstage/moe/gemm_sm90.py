@@ -328,7 +328,10 @@ class GroupedGemm(TileLoads, SwappedMath):
                     if warp == 10:
                         memory = (Int32(shared.slots.data_ptr().toint()), shared.send_barriers.data_ptr())
                         pace = (progress, Int32(totals[0]), cute.arch.grid_dim()[0] // CLUSTER)
-                        self.sender.run(ready[4], ready[2], block, cute.arch.grid_dim()[0], memory, pace, marks)
+                        if const_expr(self.sender.once):
+                            self.sender.run(ready[4], ready[1:3], block, cute.arch.grid_dim()[0], memory, pace, Int32(totals[3]), marks)
+                        else:
+                            self.sender.run(ready[4], ready[2], block, cute.arch.grid_dim()[0], memory, pace, marks)
                 if (warp == 11) & (member == 0):
                     self._take(ready[0], work[0], Int32(totals[0]), Int32(totals[1]), entry)
         else:

@@ -26,6 +26,7 @@ from xstage.moe import epilogues
 from xstage.moe.gemm_sm90 import GroupedGemm
 from xstage.moe.layout import SLOT_BYTES, SPARE_TILES, BufferLayout
 from xstage.moe.loads_sm90 import CLUSTER, TILE_K
+from xstage.moe.once_sm90 import OnceSender
 from xstage.moe.send_sm90 import Sender
 from xstage.moe.spans import Spans
 from xstage.moe.work_table import FORMS, MAX_ROW_TILES, STAGES
@@ -234,7 +235,9 @@ def compiled_gemm(
         "plain": ((epilogues.Plain(),), (bf16,), option),
         "both": ((epilogues.SwigluFp8(option, handed=True), epilogues.RowsToSlots()), (fp8, vector(Int64)), LINEAR1),
     }[kind]
-    sender = None if layout is None else Sender(layout, SPLIT_SLOT_BYTES if form == "split" else SLOT_BYTES)
+    sender = None
+    if layout is not None:
+        sender = (OnceSender if layout.once else Sender)(layout, SPLIT_SLOT_BYTES if form == "split" else SLOT_BYTES)
     ready: Any = (vector(Int32), vector(Int64), vector(Int64)) if kind == "both" else None
     if sender is not None:
         ready += (vector(Int32), tuple(Int64(0) for _ in range(5)))

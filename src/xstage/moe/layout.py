@@ -15,6 +15,8 @@ Regions, in order; each starts at a multiple of 128 bytes, each row at a multipl
   `row_weight`, float32, and `row_slot`, int64 per row: routing weight, and the address (as this rank sees it) of the slot where the
   result goes; `spare`, `SPARE_TILES` tiles of rows; `activations`; `scales`, float32 [hidden / 128, rows], as the GEMM reads them. What
   Linear-1 makes of a row lies where `SPARE_TILES` tiles before it a row was that Linear-1 has done with, or in `spare` (`middle`).
+* With `once` besides, where a row crosses to a rank once for all its picks there (`once_sm90`): `sources` again; `inbox`, `inbox_scales`,
+  row and row-major scales of rank r's token t at r · max tokens + t; `inbox_call`, int32 for each: the call that it came in.
 * `staged`, `staged_scales`, with `pull` only: this rank's own rows in e4m3 and their scales, per token, for peers to read.
 * `combine` [max tokens, top_k, hidden]: results come back to the token's own pick. Slots of masked picks are never written or read.
 
@@ -92,8 +94,9 @@ class BufferLayout:
     Attributes:
         ranks, experts (over all ranks), hidden, top_k, max_tokens_per_rank. tile: rows that an expert's rows are padded to.
         precision: `fp8`, `bf16` or `float64`, what travels to the experts; results travel as bfloat16 (float64).
-        direct: rows arrive ready for the GEMMs, while they run (fp8 only). pull: experts' ranks read rows instead of being sent them
-            (fp8, not direct): another way to do the same, for measurement.
+        direct: rows arrive ready for the GEMMs, while they run (fp8 only). once: a row goes to a rank once for all its picks there, and
+            that rank makes the copies (direct only). pull: experts' ranks read rows instead of being sent them (fp8, not direct): another
+            way to do the same, for measurement.
 
     Raises:
         XStageError: a number outside its range, or one that does not divide another.
@@ -107,6 +110,7 @@ class BufferLayout:
     tile: int = 128
     precision: str = "fp8"
     direct: bool = False
+    once: bool = False
     pull: bool = False
 
     def __post_init__(self) -> None:
@@ -120,6 +124,8 @@ class BufferLayout:
             raise XStageError(f"{'direct' if self.direct else 'pull'}: needs precision 'fp8', not {self.precision!r}")
         if self.direct and self.pull:
             raise XStageError("pull: does not go with direct")
+        if self.once and not self.direct:
+            raise XStageError("once: goes with direct only")
         if self.experts % self.ranks:
             raise XStageError(f"experts: {self.experts} must be a multiple of the number of ranks, {self.ranks}")
         if self.top_k > self.experts:
@@ -150,6 +156,12 @@ class BufferLayout:
                 ("activations", self.rows, self.hidden, element),
                 ("scales", blocks, self.rows, "float32"),
             ]  # fmt: skip
+            if self.once:
+                inbox = self.ranks * self.max_tokens_per_rank
+                wanted += [
+                    ("sources", self.rows, SOURCE_WORDS, "int32"), ("inbox", inbox, self.hidden, element),
+                    ("inbox_scales", inbox, blocks, "float32"), ("inbox_call", 1, inbox, "int32"),
+                ]  # fmt: skip
         else:
             wanted += [("sources", self.rows, SOURCE_WORDS, "int32"), ("activations", self.rows, self.hidden, element)]
             if self.precision == "fp8":

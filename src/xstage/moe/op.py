@@ -88,6 +88,8 @@ class MegaMoE:
         weight_format: how weights rest: `fp8`, e4m3 with a scale per 128 × 128; or `mxfp4`, e2m1 with a power of two per 32 of a row
             (`xstage.moe.mxfp4`), which the kernels decode on the way to the matrix unit (`xstage.moe.decode_sm90`).
         layers: how many layers of these sizes there are, each with weights of its own.
+        rows_once: in one persistent kernel, a row goes to a rank once, however many of its experts were picked (`xstage.moe.once_sm90`);
+            else once per pick. The same bits; takes an inbox of ranks · max_tokens_per_rank rows.
         dtype: of x and of the output: bfloat16.
         device: None: the current GPU if the group has NCCL, else the CPU.
         timeout_s: bound of every wait on a peer, in kernels and on the host.
@@ -108,8 +110,8 @@ class MegaMoE:
     def __init__(
         self, group: dist.ProcessGroup | None = None, *, num_experts: int, hidden: int, intermediate: int, top_k: int,
         max_tokens_per_rank: int, schedule: str = "auto", lead_rows: int | None = None, clamp: float | None = None,
-        weight_format: str = "fp8", layers: int = 1, dtype: torch.dtype = torch.bfloat16, device: torch.device | str | None = None,
-        timeout_s: float = 30.0, fallback: str = "serial",
+        weight_format: str = "fp8", layers: int = 1, rows_once: bool = False, dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None, timeout_s: float = 30.0, fallback: str = "serial",
     ):  # fmt: skip
         group = joined(group)
         if not (isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf):
@@ -124,17 +126,18 @@ class MegaMoE:
             self.layout = arguments.layout(self.world, num_experts, hidden, intermediate, top_k, max_tokens_per_rank)
             arguments.check_options(schedule, lead_rows, clamp, dtype, fallback, weight_format)
             arguments.check_layers(layers)
+            arguments.check_rows_once(rows_once)
         except XStageError as raised:
             error = raised
         self._together("MegaMoE", error)
         self._agreement.same(
             "MegaMoE", {"num_experts": num_experts, "hidden": hidden, "intermediate": intermediate, "top_k": top_k,
                         "max_tokens_per_rank": max_tokens_per_rank, "schedule": schedule, "lead_rows": lead_rows,
-                        "clamp": clamp, "weight_format": weight_format, "layers": layers, "dtype": str(dtype),
+                        "clamp": clamp, "weight_format": weight_format, "layers": layers, "rows_once": rows_once, "dtype": str(dtype),
                         "device": self.device.type, "fallback": fallback},
         )  # fmt: skip
         self.intermediate, self.clamp, self.weight_format = intermediate, clamp, weight_format
-        self.lead_rows, self.layers = lead_rows, layers
+        self.lead_rows, self.layers, self.rows_once = lead_rows, layers, rows_once
         model = MoEShape("layer", hidden, intermediate, num_experts, top_k)
         self.schedule = auto_order(model, max_tokens_per_rank, self.world) if schedule == "auto" else schedule
         here = self.layout.experts_per_rank
@@ -157,7 +160,7 @@ class MegaMoE:
     @staticmethod
     def plan_bytes(
         *, ranks: int, num_experts: int, hidden: int, intermediate: int, top_k: int, max_tokens_per_rank: int, mode: str = "fused",
-        weight_format: str = "fp8", layers: int = 1,
+        weight_format: str = "fp8", layers: int = 1, rows_once: bool = False,
     ) -> MoEBytes:  # fmt: skip
         """What an object of these arguments holds on each rank, before anything is allocated.
 
@@ -169,8 +172,9 @@ class MegaMoE:
                 raise XStageError(f"{name}: {value!r} is not one of {', '.join(known)}")
         layout = arguments.layout(ranks, num_experts, hidden, intermediate, top_k, max_tokens_per_rank)
         arguments.check_layers(layers)
+        arguments.check_rows_once(rows_once)
         weights = layers * _WEIGHTS[weight_format].size_bytes(layout.experts_per_rank, hidden, intermediate)
-        symmetric = 0 if mode == "torch" else replace(layout, direct=mode == "fused").size_bytes
+        symmetric = 0 if mode == "torch" else replace(layout, direct=mode == "fused", once=rows_once and mode == "fused").size_bytes
         local = KernelPipeline.local_bytes(layout, intermediate, mode == "fused") if mode in ("fused", "serial") else 0
         return MoEBytes(symmetric, local, weights)
 
@@ -183,6 +187,7 @@ class MegaMoE:
         return self.plan_bytes(
             ranks=self.world, num_experts=shape.experts, hidden=shape.hidden, intermediate=self.intermediate, top_k=shape.top_k,
             max_tokens_per_rank=shape.max_tokens_per_rank, mode=self.mode, weight_format=self.weight_format, layers=self.layers,
+            rows_once=self.rows_once,
         )  # fmt: skip
 
     def load_weights(
@@ -295,7 +300,7 @@ class MegaMoE:
             try:
                 self._kernels = KernelPipeline(
                     self.layout, self._weights[0], clamp=self.clamp, group=self.group, device=self.device, timeout_s=self.timeout_s,
-                    tag=self.tag, order=self._order(), layers=self.layers,
+                    tag=self.tag, order=self._order(), layers=self.layers, once=self.rows_once,
                 )  # fmt: skip
             except (UnsuitableMachine, torch.OutOfMemoryError) as error:
                 why = str(error).split("\n", 1)[0]

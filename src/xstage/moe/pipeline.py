@@ -50,13 +50,13 @@ class KernelPipeline:
 
     def __init__(
         self, layout: BufferLayout, weights: Weights | Mxfp4Weights, *, clamp: float | None, group: dist.ProcessGroup, device: torch.device,
-        timeout_s: float, tag: str, order: WorkOrder | None = None, layers: int = 1,
+        timeout_s: float, tag: str, order: WorkOrder | None = None, layers: int = 1, once: bool = False,
     ):  # fmt: skip
         from xstage.moe import grouped_gemm
         from xstage.moe.exchange import Exchange
 
         intermediate = weights.intermediate
-        layout = replace(layout, direct=order is not None)
+        layout = replace(layout, direct=order is not None, once=once and order is not None)
         self.weights, self.clamp = weights, clamp
         self.spans: Spans | None = None
         self.form: str | None = None

@@ -34,14 +34,14 @@ def prebuild(
     folder: str | os.PathLike[str], shapes: Sequence[str | MoEShape], *, tokens: int, ranks: int,
     schedules: Sequence[str] = ("interleaved",), lead_rows: int | None = None, clamp: float | None = None,
     picks: Sequence[str] = ("int64",), rows: Sequence[str] = ("bfloat16",), processes: int | None = None,
-    weights: str = "fp8",
+    weights: str = "fp8", rows_once: bool = False,
 ) -> list[Path]:  # fmt: skip
     """Fill `folder` with the kernels of layers; what is there already is left alone.
 
     Args:
         shapes: of `xstage.moe.shapes`, or their names. tokens: most per rank. schedules, lead_rows, clamp: as `MegaMoE` takes them.
         picks: `int32`, `int64`. rows: `bfloat16`, `float8_e4m3fn`. processes: None: one per processor.
-        weights: `weight_format` of `MegaMoE`.
+        weights: `weight_format` of `MegaMoE`. rows_once: as `MegaMoE` takes it.
 
     Returns:
         The objects in the folder.
@@ -57,15 +57,18 @@ def prebuild(
             raise XStageError(f"{name}: {sorted(unknown)[0]!r} is not one of {', '.join(known)}")
     work: list[Work] = []
     for model, schedule, wide, row in product(models, schedules, picks, rows):
-        work += kernels_of(model, tokens, ranks, schedule, lead_rows, clamp, wide == "int64", row == "float8_e4m3fn", weights=weights)
+        work += kernels_of(
+            model, tokens, ranks, schedule, lead_rows, clamp, wide == "int64", row == "float8_e4m3fn", weights=weights, once=rows_once
+        )  # fmt: skip
     return fill(folder, work, processes)
 
 
 def kernels_of(
     model: MoEShape, tokens: int, ranks: int, schedule: str, lead_rows: int | None, clamp: float | None, wide: bool, quantized: bool,
-    pull: bool = False, recorded: bool = False, weights: str = "fp8",
+    pull: bool = False, recorded: bool = False, weights: str = "fp8", once: bool = False,
 ) -> list[Work]:  # fmt: skip
-    """What one layer compiles. pull: its exchange by reads. recorded: also the kernel of both GEMMs with spans."""
+    """What one layer compiles. pull: its exchange by reads. recorded: also the kernel of both GEMMs with spans. once: `rows_once` of
+    `MegaMoE`."""
     from xstage.moe import exchange, grouped_gemm
 
     order = None
@@ -74,7 +77,7 @@ def kernels_of(
         name = auto_order(model, tokens, ranks) if schedule == "auto" else schedule
         order = WorkOrder.of(name, *columns, lead_rows=lead_rows, instances=CLUSTERS)
     layout = arguments.layout(ranks, model.experts, model.hidden, model.intermediate, model.top_k, tokens)
-    layout = replace(layout, direct=order is not None, pull=pull)
+    layout = replace(layout, direct=order is not None, once=once and order is not None, pull=pull)
     exchange.check_layout(layout, model.intermediate)
     codes = weights == "mxfp4"
     gemms = grouped_gemm.kernels(model.hidden, model.intermediate, clamp, None if order is None else layout, codes=codes)

@@ -15,7 +15,7 @@ some.
 
 Tried instead (`docs/moe-kernel.md`): stores from registers, by one warp and by two; other distances, and none.
 
-Not covered: rows in another precision than e4m3, one copy of a row for several picks on one rank.
+Not covered: rows in another precision than e4m3, one copy of a row for several picks on one rank (`once_sm90`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ _TILE = 128
 
 
 class Sender:
-    """layout: of the buffers, `direct`. slot_bytes: of shared memory, at least 2 KiB, that the warp has, beside `MOST_SLOTS` mbarriers."""
+    """layout: of the buffers, `direct` and not `once`. slot_bytes: of shared memory, at least 2 KiB, that the warp has, beside
+    `MOST_SLOTS` mbarriers."""
+
+    once = False
 
     def __init__(self, layout: BufferLayout, slot_bytes: int = SLOT_BYTES) -> None:
         self.world, self.mine, self.top_k, self.hidden = layout.ranks, layout.experts_per_rank, layout.top_k, layout.hidden

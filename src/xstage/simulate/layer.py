@@ -17,18 +17,21 @@ from xstage.simulate.one_list import OneListRun, TileTimes, simulate_one_list
 
 def simulate_layer(
     model: MoEShape, counts: Sequence[int], share: float, order: WorkOrder, ranks: int, platform: Platform,
-    line: tuple[float, float] = (EPILOGUE_NS, NS_PER_K), remote: bool = True,
+    line: tuple[float, float] = (EPILOGUE_NS, NS_PER_K), remote: bool = True, once: bool = False,
 ) -> list[OneListRun]:  # fmt: skip
     """One run per rank.
 
     Args:
         counts: rows of all experts, from all ranks. share: f, of rows that come from other ranks. line: epilogue of a tile, and the time
-        of its main loop per column of K, ns. remote: False for the control, all results local.
+        of its main loop per column of K, ns. remote: False for the control, all results local. once: rows go to a rank once
+        (`rows_once` of `MegaMoE`).
     """
-    mine, (epilogue_ns, ns_per_k) = len(counts) // ranks, line
+    mine, (epilogue_ns, ns_per_k), picks = len(counts) // ranks, line, model.top_k if once else None
     times = TileTimes(ns_per_k * model.hidden, epilogue_ns, ns_per_k * model.intermediate, epilogue_ns)
     return [
-        simulate_one_list(counts[rank * mine : (rank + 1) * mine], share, order, times, platform, remote=remote, rank=rank, ranks=ranks)
+        simulate_one_list(
+            counts[rank * mine : (rank + 1) * mine], share, order, times, platform, remote=remote, rank=rank, ranks=ranks, picks=picks
+        )
         for rank in range(ranks)
     ]
 

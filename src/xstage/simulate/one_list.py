@@ -11,7 +11,8 @@ Notable, and where it is in the kernel:
 - Math warps store Linear-2's results themselves (T_cover = 0). A tile's remote bytes follow from where its rows come from: at f = 1/2
   whole tiles are local or remote.
 - A sending warp per CTA works off its items: not further than `AHEAD` rounds of Linear-1 tiles ahead of the entry that its cluster took
-  last, one window of `SLOT_BYTES` after another, and the rows count when the last one has arrived.
+  last, one window of `SLOT_BYTES` after another, and the rows count when the last one has arrived. Where a row goes to a rank once
+  (`once_sm90`), only those windows cross the link whose rows are not there yet, and the item is copied again behind them.
 - The link: every CTA has its part Q(K)/K of the capacity, K being the CTAs that have bytes under way now; these share R equally, at most
   the rate of a single producer each; results and sent rows of one CTA share its part. So Q(K) and R(K) of the platform file are all that
   is asked, and a single storing CTA meets the limits that the platform measured for few producers.
@@ -187,8 +188,8 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 @_jit
 def _send(  # type: ignore[no-untyped-def]
-    now, step, ahead, room, entries1, item_tile, item_rows, item_windows, item_remote, item_bytes, begin_ns, window_ns, end_ns,
-    producer_rate, jitter, progress, arrived, sending, item, windows, until, sent,
+    now, step, ahead, room, entries1, item_tile, item_rows, item_windows, item_remote, item_bytes, item_placed, begin_ns, window_ns,
+    end_ns, producer_rate, jitter, progress, arrived, sending, item, windows, until, sent,
 ):  # fmt: skip
     """The sending warps of all CTAs; returns when the last of the items that arrived in this step did, 0: none."""
     last = 0.0
@@ -216,7 +217,7 @@ def _send(  # type: ignore[no-untyped-def]
         elif sending[c] == DRAINS and sent[c] <= (room if windows[c] > 1 else 0.0):
             windows[c] -= 1
             sending[c] = PREPARES if windows[c] > 0 else ARRIVES
-            until[c] = now - step + (window_ns if windows[c] > 0 else end_ns)
+            until[c] = now - step + (window_ns if windows[c] > 0 else end_ns + item_placed[i])
         if sending[c] == ARRIVES and until[c] <= now:
             for j in range(2):
                 if item_rows[j, i] > 0:
@@ -264,7 +265,7 @@ def _drain(held, sent, left, rate, producer_rate, step):  # type: ignore[no-unty
 @_jit
 def _run(  # type: ignore[no-untyped-def]
     layer, tiles, before, entries1, columns1, real, remote_bytes, stages, main, epilogue1, store_span, gap, jitter,
-    item_tile, item_rows, item_windows, item_remote, item_bytes, begin_ns, window_ns, end_ns, ring, taken_before, ahead,
+    item_tile, item_rows, item_windows, item_remote, item_bytes, item_placed, begin_ns, window_ns, end_ns, ring, taken_before, ahead,
     clusters, rate, producer_rate, capacity, bulk_capacity, step, most, sums, spans,
 ):  # fmt: skip
     """All steps; returns CTAs that did not come to the end, when the last one did, bytes that left the rank, when the last row had come."""
@@ -304,7 +305,7 @@ def _run(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         came = _send(
             now, step, ahead * clusters, bulk_capacity[active], entries1, item_tile, item_rows, item_windows, item_remote, item_bytes,
-            begin_ns, window_ns, end_ns, producer_rate, jitter, progress, arrived, sending, item, windows, until, sent,
+            item_placed, begin_ns, window_ns, end_ns, producer_rate, jitter, progress, arrived, sending, item, windows, until, sent,
         )  # fmt: skip
         dispatched = max(dispatched, came)
         moved += _drain(held, sent, left, rate, producer_rate, step)
@@ -357,6 +358,7 @@ def simulate_one_list(
     remote: bool = True,
     rank: int = 0,
     ranks: int = 2,
+    picks: int | None = None,
     duplex: float = DUPLEX,
     jitter: float = MAINLOOP_SPREAD,
     step_ns: float = STEP_NS,
@@ -366,6 +368,7 @@ def simulate_one_list(
     Args:
         rows: real rows of each of its experts. share: f, of rows from other ranks. order: of the list; its columns say the layer's sizes.
         remote: False for the control: results stay here, rows are sent all the same. rank, ranks: see `row_plan`.
+        picks: of a token, if a row goes to a rank once for all of them (`rows_once` of `MegaMoE`); None: once per pick.
         duplex: factor on R. jitter: relative half-width of times of main loops and items.
 
     Raises:
@@ -382,21 +385,27 @@ def simulate_one_list(
         if not low <= value <= high:
             raise XStageError(f"{name}: {value:g} must lie in {low:g} … {high:g}")
     stores, bulk = platform.method("st_global"), platform.method("bulk")
-    plan = row_plan(rows, share, rank, ranks)
+    plan = row_plan(rows, share, rank, ranks, picks or 1)
     table = np.asarray(work_list(rows, order), np.int64).reshape(-1, 4)
     words = table[:, 0]
     layer = words >> LAYER_SHIFT & 1
     hidden, intermediate = order.columns2 * TILE_COLUMNS, order.columns1 * TILE_COLUMNS // 2
     item_rows = np.stack([plan.item_first, plan.item_second])
-    piece = piece_bytes(hidden)
+    window_bytes = piece_bytes(hidden) * slots_of(piece_bytes(hidden))
+    windows = -(-item_rows.sum(0) * hidden // window_bytes)
+    crossing, sent, placed = item_rows.sum(0), windows, np.zeros(len(windows))
+    if picks is not None:
+        crossing = np.where(plan.item_remote, plan.item_fresh, crossing)
+        sent = np.maximum(np.ceil(crossing * hidden / window_bytes), 1).astype(np.int64)
+        placed = SEND_BEGIN_NS + windows * (SEND_WINDOW_NS + window_bytes / float(stores.drain_rate(1))) + float(bulk.latency_ns)
     sums, spans = np.zeros((2, 6)), np.zeros(CLUSTER * int(layer.sum()))
     unfinished, ended, moved, dispatched = _run(
         layer, np.stack([words >> ROW_SHIFT, partner(words) >> ROW_SHIFT]), table[:, 1].copy(), int((layer == 0).sum()), order.columns1,
         plan.real, plan.remote * float(TILE_COLUMNS * RESULT_BYTES * remote), np.array([hidden, intermediate]) // STAGE_COLUMNS,
         np.array([times.linear1_main_ns, times.linear2_main_ns], float), float(times.linear1_epilogue_ns), float(times.store_span_ns),
-        float(times.gap_ns), float(jitter), plan.item_tile, item_rows, -(-item_rows.sum(0) * hidden // (piece * slots_of(piece))),
-        plan.item_remote, item_rows.sum(0) * float(row_bytes(hidden)), SEND_BEGIN_NS, SEND_WINDOW_NS, float(bulk.latency_ns), STAGES,
-        TAKEN_BEFORE, AHEAD, platform.sms // CLUSTER, float(stores.drain_rate(platform.sms)) * duplex, float(stores.drain_rate(1)),
+        float(times.gap_ns), float(jitter), plan.item_tile, item_rows, sent, plan.item_remote, crossing * float(row_bytes(hidden)), placed,
+        SEND_BEGIN_NS, SEND_WINDOW_NS, float(bulk.latency_ns), STAGES, TAKEN_BEFORE, AHEAD, platform.sms // CLUSTER,
+        float(stores.drain_rate(platform.sms)) * duplex, float(stores.drain_rate(1)),
         _per_producer(stores, platform.sms), _per_producer(bulk, platform.sms), float(step_ns), int(MOST_NS / step_ns), sums, spans,
     )  # fmt: skip
     if unfinished:

@@ -31,7 +31,8 @@ class RowPlan:
 
     Attributes:
         real, remote: rows of a tile that are no padding, and those of them whose results leave the rank. item_tile: tile of an item's first
-        row. item_first, item_second: its rows in that tile and in the next. item_remote: it leaves the rank.
+        row. item_first, item_second: its rows in that tile and in the next. item_remote: it leaves the rank. item_fresh: how many of its
+        rows the other rank does not have yet, where it keeps them; an expectation.
     """
 
     real: Ints
@@ -40,6 +41,7 @@ class RowPlan:
     item_first: Ints
     item_second: Ints
     item_remote: NDArray[np.bool_]
+    item_fresh: NDArray[np.float64]
 
     @property
     def sent_rows(self) -> int:
@@ -47,12 +49,14 @@ class RowPlan:
         return int((self.item_first + self.item_second)[self.item_remote].sum())
 
 
-def row_plan(rows: Sequence[int], share: float, rank: int = 0, ranks: int = 2) -> RowPlan:
+def row_plan(rows: Sequence[int], share: float, rank: int = 0, ranks: int = 2, picks: int = 1) -> RowPlan:
     """Of a rank whose experts have so many real rows each.
 
     Args:
         share: f, of an expert's rows that come from other ranks; rounded to whole rows, of which every other rank has an even part.
         rank: of `ranks`, at least 2; so many have their rows before its own.
+        picks: of a token, any of which wants its row on a certain other rank with the probability share / (ranks − 1), as likely at one
+            of that rank's experts' rows as at another.
     """
     real: list[int] = []
     remote: list[int] = []
@@ -74,4 +78,6 @@ def row_plan(rows: Sequence[int], share: float, rank: int = 0, ranks: int = 2) -
     first_row, of_item = table[:, 0], table[:, 1]
     tile = first_row // TILE_ROWS
     here = np.minimum((tile + 1) * TILE_ROWS - first_row, of_item)
-    return RowPlan(np.asarray(real, np.int64), np.asarray(remote, np.int64), tile, here, of_item - here, table[:, 2] > 0)
+    # No other pick of the token at one of the rows before it.
+    fresh = of_item * (1 - share / (ranks - 1) * (np.cumsum(of_item) - of_item) / max(sum(rows), 1)) ** (picks - 1)
+    return RowPlan(np.asarray(real, np.int64), np.asarray(remote, np.int64), tile, here, of_item - here, table[:, 2] > 0, fresh)

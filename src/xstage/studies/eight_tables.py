@@ -92,6 +92,22 @@ def eight_moe_capacity(result: dict[str, Any]) -> str:
     return grid(head, rows) + "\n\nµs of the GEMM kernel, simulated."
 
 
+def moe_once(result: dict[str, Any]) -> str:
+    """Rows per pick and once."""
+    rows = []
+    for r in result["outputs"]["rows"]:
+        each, once = r["times"]["per_pick"], r["times"]["once"]
+        pairs = [(each[order], once[order]) for order in ORDERS]
+        moved = [f"{way['interleaved']['moved_bytes'] / 1e6:,.0f}" for way in (each, once)]
+        rows.append([
+            f"{r['shape']}, {r['share']:g}, {r['ranks']}", ", ".join(moved),
+            *(f"{a['time_ns'] / 1e3:,.0f}, {b['time_ns'] / 1e3:,.0f} ({100 * (b['time_ns'] / a['time_ns'] - 1):+.1f}%)" for a, b in pairs),
+            f"{pairs[0][0]['span_ns'] / 1e3:.1f}, {pairs[0][1]['span_ns'] / 1e3:.1f}",
+        ])  # fmt: skip
+    head = ["model, f, GPUs", "MB that leave a rank: per pick, once", "interleaved", "expert-wave", "T_RS, interleaved"]
+    return grid(head, rows) + f"\n\nµs of the GEMM kernel, simulated; {result['inputs']['tokens']:,} tokens per rank, even picks."
+
+
 def _gain(ns: dict[str, float]) -> float:
     return ns["expert_wave"] / ns["interleaved"]
 
@@ -101,4 +117,5 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "eight-moe-checked": partial(from_study, "eight_moe", eight_moe_checked),
     "eight-moe": partial(from_study, "eight_moe", eight_moe),
     "eight-moe-capacity": partial(from_study, "eight_moe", eight_moe_capacity),
+    "moe-once": partial(from_study, "moe_once", moe_once),
 }

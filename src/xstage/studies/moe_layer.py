@@ -9,7 +9,8 @@ Each row is a model's shape, a number of tokens per rank, and a share f of remot
 * `layer`: `dispatch` and `combine` by themselves; the same rows by reads (`dispatch_pull`), and by NCCL (`dispatch_nccl`: gathered by rank,
   `all_to_all_single` with splits that are known, put in the experts' order); the whole layer in a CUDA graph (`serial`), with x in e4m3
   (`serial_e4m3`), and without a graph (`eager`), all with one GEMM after the other; and in a graph with both in one kernel, by the name of
-  the order of tiles. By itself `dispatch` meets its peers only the first time, `combine` every time.
+  the order of tiles, `…_once` with rows that go to a rank once. By itself `dispatch` meets its peers only the first time, `combine` every
+  time.
 * `torch`: plain torch and NCCL with weights in bf16, eager (`pipeline.TorchPipeline`); fewer rounds, for it may be slow.
 
 The bound is compute (`linear1` + `linear2`) plus the bytes that leave the busiest rank over R of a platform file, plus `OVERHEAD_NS` for
@@ -51,6 +52,8 @@ SHAPES, SHARES = ("Qwen3.5", "DSv4-Flash", "Hy3", "Qwen3-30B", "GLM-5.2"), (0.5,
 OVERHEAD_NS = 150e3
 SMALL = 1024  # tokens per rank
 GROUPS = ("gemm", "layer", "torch")
+ONCE = "_once"  # behind an order's name: with `rows_once`
+FUSED = (*ORDERS, "interleaved" + ONCE)
 # Shapes as headline keys write them.
 MODELS = {"Qwen3.5": "qwen35", "DSv4-Flash": "dsv4_flash", "Hy3": "hy3", "Qwen3-30B": "qwen3_30b", "GLM-5.2": "glm52"}
 
@@ -129,6 +132,8 @@ def derived(
                 answers[f"{name}_over_compute"] = round(ns[name] / answers["compute_ns"], 4)
         if "deep_gemm_linear1" in ns:
             answers["gemm_over_deepgemm"] = round(answers["compute_ns"] / (ns["deep_gemm_linear1"] + ns["deep_gemm_linear2"]), 4)
+    if "interleaved" + ONCE in ns and "interleaved" in ns:
+        answers["once_over_per_pick"] = round(ns["interleaved" + ONCE] / ns["interleaved"], 4)
     if "interleaved" in ns and "expert_wave" in ns:
         answers["interleaved_over_wave"] = round(ns["expert_wave"] / ns["interleaved"], 4)
     if "auto" in ns and "deep_gemm_mega" in ns:
@@ -195,14 +200,14 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 def run(
     out: str, *, shapes: Sequence[str] = SHAPES, tokens: int = 8192, shares: Sequence[float] = SHARES, rounds: int = 9,
     budget_s: float = 400.0, pause_s: float = 0.04, platform: str | None = "h200-nvlink4", groups: Sequence[str] = GROUPS,
-    orders: Sequence[str] = ORDERS, extra: Extra | None = None,
+    orders: Sequence[str] = FUSED, extra: Extra | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure every (shape, share) row and write a result file after each; run by every rank (torchrun).
 
     Args:
         out: path of the result file. shapes: names of `xstage.moe.shapes`. tokens: per rank. shares: of remote picks.
         budget_s: no shape is begun after this many seconds. platform: gallery name or path, whose R gives the bound; None: no bound.
-        groups: which of `GROUPS` to run. orders: of tiles in one kernel, besides `serial`.
+        groups: which of `GROUPS` to run. orders: of tiles in one kernel, besides `serial`; with `ONCE` behind it, rows go once.
         extra: more variants per group, called with each row's layer.
 
     Returns:
@@ -262,7 +267,7 @@ def run(
     return results.content
 
 
-def prebuild(folder: str, *, shapes: Sequence[str] = SHAPES, tokens: int = 8192, ranks: int = 2, orders: Sequence[str] = ORDERS) -> int:
+def prebuild(folder: str, *, shapes: Sequence[str] = SHAPES, tokens: int = 8192, ranks: int = 2, orders: Sequence[str] = FUSED) -> int:
     """Compile what the study uses into a folder for `XSTAGE_KERNELS`, without a GPU; returns how many kernels are there."""
     from xstage.moe import grouped_gemm
     from xstage.moe.prebuild import Work, fill, kernels_of
@@ -270,7 +275,8 @@ def prebuild(folder: str, *, shapes: Sequence[str] = SHAPES, tokens: int = 8192,
     work: list[Work] = []
     for model in [shape(name) for name in shapes]:
         for schedule, quantized in [("serial", False), ("serial", True), *((order, False) for order in orders)]:
-            work += kernels_of(model, tokens, ranks, schedule, None, None, True, quantized)
+            name, once = schedule.removesuffix(ONCE), schedule.endswith(ONCE)
+            work += kernels_of(model, tokens, ranks, name, None, None, True, quantized, once=once)
         work += kernels_of(model, tokens, ranks, "serial", None, None, True, False, pull=True)
         work += grouped_gemm.plain_kernels(model.hidden, model.intermediate)
     return len(fill(folder, work))
@@ -296,7 +302,7 @@ def order_pipeline(moe: MegaMoE, order: str) -> KernelPipeline:
     """Both GEMMs in one kernel in that order of tiles, with buffers of its own and the weights of `moe`."""
     return KernelPipeline(
         moe.layout, moe._weights[0], clamp=moe.clamp, group=moe.group, device=moe.device, timeout_s=moe.timeout_s, tag=f"{moe.tag}/{order}",
-        order=order_of(moe, order),
+        order=order_of(moe, order.removesuffix(ONCE)), once=order.endswith(ONCE),
     )  # fmt: skip
 
 
@@ -344,6 +350,8 @@ def _variants(layer: Layer) -> dict[str, dict[str, Callable[[], Any]]]:
     local = torch.where(exchange.row_slot != 0, places, 0)
     both: dict[str, Callable[[], Any]] = {}
     for name, fused in layer.orders.items():
+        if name.endswith(ONCE):
+            continue
         slots = fused.exchange.row_slot
         both[f"both_{name}"] = partial(_gemms, fused, slots)
         both[f"both_{name}_local"] = partial(_gemms, fused, torch.where(slots != 0, places, 0))

@@ -62,7 +62,7 @@ def order_times(row: Mapping[str, Any], platform: Platform, ranks: int, orders: 
     }
 
 
-def spans(row: Mapping[str, Any], platform: Platform, ranks: int, **given: float) -> dict[str, dict[str, float]]:
+def spans(row: Mapping[str, Any], platform: Platform, ranks: int, **given: Any) -> dict[str, dict[str, float]]:
     """Per order of a row of `moe_spans`, µs, means over ranks: the simulated time from one Linear-2 tile to the next (`period_us`), the
     same in the simulated control, the stall, which is the former less the measured control's, and T_RS of a CTA.
 
