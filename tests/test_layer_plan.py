@@ -42,6 +42,7 @@ def test_candidates_are_the_kernels_own_runs(platform: Platform) -> None:
         assert c.time_ns == max(r.time_ns for r in runs)
     more = plan_layer(SMALL, load, 2, platform, share=0.875)
     assert more.auto.stall_ns > plan.auto.stall_ns
+    assert more.once_ns < more.choice.time_ns, "the link is overloaded, and most rows cross it for a token's second pick or a later one"
     slow = plan_layer(SMALL, load, 2, platform, weights="mxfp4")
     assert slow.auto.time_ns > plan.auto.time_ns, "tiles take longer with MXFP4 weights"
 
@@ -51,7 +52,7 @@ def test_auto_is_left_for_more_than_the_error_only(gain: float, kept: bool, plat
     """The expert-wave order made faster than `auto`'s interleaved by a known gain."""
     runs = simulate_layer(SMALL, counts(SMALL, 1024), 0.5, order_of("interleaved", SMALL, platform), 2, platform)
 
-    def simulated(model, load, share, order, ranks, platform, line, remote):  # type: ignore[no-untyped-def]
+    def simulated(model, load, share, order, ranks, platform, line, remote=True, once=False):  # type: ignore[no-untyped-def]
         faster = 1 + gain if order.name == "expert_wave" else 0.99 if order.lead_rows != own.lead_rows else 1.0
         return [replace(run, time_ns=1e6 / faster) for run in runs]
 
