@@ -6,8 +6,8 @@ rows, to where its experts' tiles are, and a row's scales, weight and the addres
 per rank instead of one per pick; the copies that it no longer carries are made in a GPU's own memory, as those of its own rows were before.
 
 `exchange_sm90.List` has told every rank the source of each of its rows (`sources`); all that a rank told are there when it has come to
-the meeting `dispatched`: the warp of the first CTA says so for its rank, and every warp waits for all ranks. In the list of pairs those
-are marked that are not the first of their token for that rank; an item of `send_sm90`'s list posts the others.
+the meeting `dispatched`: the warp of the first CTA says so for its rank, and every warp waits for all ranks, behind its first post. In
+the list of pairs those are marked that are not the first of their token for that rank; an item of `send_sm90`'s list posts the others.
 
 * A post is over when the copy engine's stores are; then a lane per row stores the number of the call beside it (`st.release.sys`).
 * A place is an item of `ITEM_PAIRS` rows of this rank, in the order of tiles. It is done when all its rows are there
@@ -75,15 +75,9 @@ class OnceSender:
         protocol = self._protocol(words)
         if (index == 0) & (lane < self.world):
             protocol.say(DISPATCHED, lane)
-        refused = Int32(0)
-        if lane < self.world:
-            refused = protocol.wait(DISPATCHED, lane)
-        cute.arch.sync_warp()
         failed = protocol.failed_address()
         progress, entries, round_ = pace
-        posts, places = load_4(given[0]), rows // ITEM_PAIRS
-        if cute.arch.vote_any_sync(refused != 0):
-            posts, places = Int32(0), Int32(0)  # nobody knows where rows come from
+        posts, places, told = load_4(given[0]), rows // ITEM_PAIRS, Int32(0)
         post, place, phase, stuck = index, index, Int32(0), Int32(-1)
         seen, since = Int32(-1), now_ns()
         while (post < posts) | (place < places):
@@ -95,6 +89,14 @@ class OnceSender:
                 phase = self._post(given, words, post, memory, phase, marks)
                 post += warps
                 moved = Int32(1)
+            if told == 0:
+                refused = Int32(0)
+                if lane < self.world:
+                    refused = protocol.wait(DISPATCHED, lane)
+                cute.arch.sync_warp()
+                told = Int32(1)
+                if cute.arch.vote_any_sync(refused != 0):
+                    post, place = posts, places  # nobody knows where rows come from
             if (place < places) & ((ahead * places >= Int64(place) * entries) | (now == stuck)):
                 done, phase = self._place(given, words, place, memory, phase)
                 if done:
