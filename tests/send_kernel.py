@@ -32,18 +32,18 @@ class Send:
 
     @cute.jit
     def __call__(
-        self, items: Int64, pairs: Int64, weights: Int64, x: Int64, x_scales: Int64, control: cute.Tensor, call: cute.Tensor, rows: Int32,
-        first: Int32, warps: Int32, ctas: Int32, stream: cuda.CUstream,
+        self, items: Int64, pairs: Int64, weights: Int64, x: Int64, x_scales: Int64, tile_end: Int64, control: cute.Tensor,
+        call: cute.Tensor, rows: Int32, first: Int32, warps: Int32, ctas: Int32, stream: cuda.CUstream,
     ) -> None:  # fmt: skip
-        """The warps from `first` on of `warps`. rows: of the rank, with padding; of `OnceSender` only."""
-        self.kernel(items, pairs, weights, x, x_scales, control, call, rows, first, warps).launch(
+        """The warps from `first` on of `warps`. tile_end, rows: of the rank, with padding; of `OnceSender` only."""
+        self.kernel(items, pairs, weights, x, x_scales, tile_end, control, call, rows, first, warps).launch(
             grid=(ctas, 1, 1), block=[32, 1, 1], stream=stream
         )
 
     @cute.kernel
     def kernel(
-        self, items: Int64, pairs: Int64, weights: Int64, x: Int64, x_scales: Int64, control: cute.Tensor, call: cute.Tensor, rows: Int32,
-        first: Int32, warps: Int32,
+        self, items: Int64, pairs: Int64, weights: Int64, x: Int64, x_scales: Int64, tile_end: Int64, control: cute.Tensor,
+        call: cute.Tensor, rows: Int32, first: Int32, warps: Int32,
     ):  # fmt: skip
         smem = SmemAllocator()
         barriers = smem.allocate_array(Int64, MOST_SLOTS)
@@ -58,7 +58,7 @@ class Send:
         memory, pace = (Int32(slots.toint()), barriers), (Int32(progress.toint()), Int32(60), Int32(8))
         given, index = (items, pairs, weights, x, x_scales), first + cute.arch.block_idx()[0]
         if const_expr(self.sender.once):
-            self.sender.run(given, (control, call), index, warps, memory, pace, rows)
+            self.sender.run((*given, tile_end), (control, call), index, warps, memory, pace, rows)
         else:
             self.sender.run(given, call, index, warps, memory, pace)
 
@@ -67,4 +67,4 @@ class Send:
 def compiled_send(layout: BufferLayout) -> Any:
     """`Send`; its arguments are those of `Send.__call__`, without the stream."""
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(Send(layout), *[Int64(0)] * 5, *fake_words(2), *[Int32(1)] * 4, stream, options="--enable-tvm-ffi")
+    return cute.compile(Send(layout), *[Int64(0)] * 6, *fake_words(2), *[Int32(1)] * 4, stream, options="--enable-tvm-ffi")

@@ -34,7 +34,7 @@ SENDING_WARPS = 5
 @dataclass(frozen=True)
 class Case:
     """tokens: of each rank. picks: see `pick`. wide: int64 picks. quantized: rows come in e4m3. order: None: step by step. once: rows go
-    to a rank once."""
+    to a rank once, but for those of its first tiles."""
 
     tokens: tuple[int, ...]
     experts: int
@@ -47,12 +47,13 @@ class Case:
     intermediate: int = 256
     pull: bool = False
     once: bool = False
+    near_tiles: int = 1
 
     @property
     def layout(self) -> BufferLayout:
         return BufferLayout(
             len(self.tokens), self.experts, self.hidden, self.top_k, max(*self.tokens, 1), direct=self.order is not None, once=self.once,
-            pull=self.pull,
+            pull=self.pull, near_tiles=self.near_tiles,
         )  # fmt: skip
 
     @property
@@ -61,7 +62,7 @@ class Case:
 
     def __str__(self) -> str:
         dtypes = f"{'int64' if self.wide else 'int32'}-{'e4m3' if self.quantized else 'bf16'}"
-        way = f"{'once-' * self.once}{self.order or ('pull' if self.pull else 'steps')}"
+        way = f"{f'once-{self.near_tiles}-' * self.once}{self.order or ('pull' if self.pull else 'steps')}"
         return f"{way}-{self.picks}-{dtypes}-{'.'.join(map(str, self.tokens))}"
 
 
@@ -141,7 +142,7 @@ class Rank:
             return []
         kernel = translated(compiled_send(self.machine.case.layout))
         here = (self.control.address, self.exchange.call.address, int(self.scratch["totals"].value[3]))  # type: ignore[attr-defined]
-        arguments = [*self.exchange.sends, *here]
+        arguments = [*self.exchange.sends, *([] if self.machine.case.once else [0]), *here]
         return [
             Grid(kernel, 1, [*arguments, index, SENDING_WARPS], self.machine.memory, seed=self.machine.next_seed())
             for index in range(SENDING_WARPS)
@@ -228,6 +229,8 @@ def check_plan(machine: Machine, counts: torch.Tensor) -> None:
                 pairs += count
             items.sort(key=lambda item: (Fraction(item[3], rows_of[item[1] // mine_of]), (item[1] // mine_of - rank.me - 1) % ranks))
             assert got["items"][0] == len(items)
+            if machine.case.once:
+                assert got["items"][1] == sum(1 << r for r, rows in enumerate(rows_of) if rows > machine.case.near_tiles)
             assert got["items"].view(-1, 4)[1 : 1 + len(items)].tolist() == items
 
 
@@ -288,7 +291,8 @@ CASES = [
     Case((9, 30, 12, 5), 12, 6, "any", False, False, "expert_wave", hidden=1024, once=True),
     Case((6, 1), 2, 1, "masked", True, True, "interleaved", once=True),
     Case((40, 33), 6, 3, "outside", True, False, "linear1_first", hidden=1536, once=True),
-    Case((20,), 6, 3, "any", True, True, "interleaved", once=True),
+    Case((20,), 6, 3, "any", True, True, "interleaved", once=True, near_tiles=0),
+    Case((30, 25), 8, 3, "any", False, False, "interleaved", once=True, near_tiles=4),
 ]  # fmt: skip
 
 

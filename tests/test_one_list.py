@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xstage.errors import XStageError
-from xstage.moe.layout import ITEM_PAIRS
+from xstage.moe.layout import ITEM_PAIRS, NEAR_TILES
 from xstage.moe.work_table import TILE_ROWS, WorkOrder, work_list
 from xstage.platform import Platform, load_platform
 from xstage.simulate.mega_moe import DUPLEX
@@ -68,12 +68,17 @@ def test_as_many_rows_are_fresh_as_tokens_want_one_on_a_rank(picks: int, share: 
 
 
 def test_rows_that_go_once_take_fewer_bytes_and_leave_the_link_to_results() -> None:
-    each, once = (simulated(share=0.875, picks=picks) for picks in (None, 8))
-    plan = row_plan(ROWS, 0.875, 0, 2, 8)
-    fewer = (plan.item_first + plan.item_second - plan.item_fresh)[plan.item_remote].sum() * row_bytes(ORDER.columns2 * 256)
-    assert each.moved_bytes - once.moved_bytes == pytest.approx(fewer, rel=1e-6)
+    rows = 3 * ROWS
+    each, once = (simulated(share=0.875, rows=rows, picks=picks) for picks in (None, 8))
+    plan = row_plan(rows, 0.875, 0, 2, 8)
+    near = plan.item_tile < NEAR_TILES
+    assert 0 < near.mean() < 0.5
+    # Near rows go per pick, and once besides.
+    fewer = np.where(near, -plan.item_fresh, plan.item_first + plan.item_second - plan.item_fresh)[plan.item_remote].sum()
+    assert each.moved_bytes - once.moved_bytes == pytest.approx(fewer * row_bytes(ORDER.columns2 * 256), rel=1e-6)
     assert once.store_spans_ns.mean() < each.store_spans_ns.mean()
-    assert simulated(share=0.875, picks=1).moved_bytes == pytest.approx(each.moved_bytes)
+    few = [simulated(share=0.875, rows=ROWS[:9], picks=picks) for picks in (None, 8)]
+    assert few[0].moved_bytes == few[1].moved_bytes, "a rank with near tiles alone gets nothing into its inbox"
 
 
 def test_the_shipped_prediction_of_rows_that_go_once_is_what_the_simulator_says() -> None:

@@ -33,6 +33,7 @@ import pytest
 import torch
 from sections import DEVICE, MARKS, RANK, WORLD, arguments, everywhere, main, outcome, say, settle
 
+from xstage.moe import layout
 from xstage.moe.work_table import FORMS
 
 ONCE_SECTIONS = ("random", "orders", "spans", "poison", "replay", "delay", "stream", "layers", "mxfp4", "refuse", "dead")  # with rows_once
@@ -584,8 +585,9 @@ if __name__ == "__main__":
     parser.add_argument("--prebuild", help="only compile the kernels into this folder, for two ranks, without a GPU")
     parser.add_argument("--once", action="store_true", help="with rows_once")
     options = parser.parse_args()
+    if options.once:
+        ONCE, layout.NEAR_TILES = True, 2  # or most of these shapes would have no rows beyond
     if options.prebuild:
         prebuild(options.prebuild, 2, options.sections.split(","), options.once)
     else:
-        ONCE = options.once
         main(RUNS, options)

@@ -160,7 +160,8 @@ def _plan_options(layout: BufferLayout, intermediate: int, order: WorkOrder | No
     columns = (2 * intermediate // TILE_COLUMNS, layout.hidden // TILE_COLUMNS)
     counts = layout.region("counts")
     quantizes = layout.hidden if layout.direct and not quantized else 0
-    return layout.ranks, layout.experts, (counts.offset_bytes, counts.row_bytes), *columns, order, quantizes
+    near = layout.near_tiles if layout.once else 0
+    return layout.ranks, layout.experts, (counts.offset_bytes, counts.row_bytes), *columns, order, quantizes, near
 
 
 class Exchange:
@@ -324,13 +325,13 @@ class Exchange:
             orders = (unused, unused, self.work, self.ready, self._send_first, self._items)
             listing = exchange_sm90.compiled_list(layout, wide)
             rows = (x, x_scales) if x_scales is not None else (self._rows, self._row_scales)
-            told = self.tile_end if layout.once else topk_weights
             quantizing = (x.data_ptr(), self._rows.data_ptr(), self._row_scales.data_ptr())
-            self.sends = tuple(t.data_ptr() for t in (self._items, self._pairs, told, *rows))
+            read = (self._items, self._pairs, topk_weights, *rows, *([self.tile_end] if layout.once else []))
+            self.sends = tuple(t.data_ptr() for t in read)
             moves = [
                 ("list", lambda: listing(
                     topk_idx.data_ptr(), topk_weights.data_ptr(), tokens, self._chunk_bases, self._positions, self.first,
-                    self._send_first, self._pairs, self.control, self.call,
+                    self._send_first, self._items, self._pairs, self.control, self.call,
                 )),
             ]  # fmt: skip
         else:

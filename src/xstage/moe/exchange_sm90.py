@@ -203,18 +203,18 @@ class Fetch(_Kernel):
 class List(_Kernel):
     """Before a kernel that sends rows itself: pairs listed in the order of `Plan.list_sends`. A pair per thread.
 
-    With `layout.once` the experts' ranks are told the source of every row, and −1 − pair stands where the same token has a pair before
-    this one, in the order of experts, on the same rank.
+    With `layout.once` the experts' ranks are told the source of every row that is not near (`once_sm90`), and −1 − pair stands where the
+    same token has a pair before this one, in the order of experts, on the same rank.
     """
 
     def __init__(self, layout: BufferLayout, wide: bool):
         super().__init__(layout)
-        self.wide, self.once = wide, layout.once
+        self.wide, self.once, self.near_rows = wide, layout.once, layout.near_tiles * TILE_ROWS
 
     @cute.jit
     def __call__(
         self, topk_idx: Int64, topk_weights: Int64, tokens: Int32, chunk_bases: cute.Tensor, positions: cute.Tensor, first: cute.Tensor,
-        send_first: cute.Tensor, pairs: cute.Tensor, control: cute.Tensor, call: cute.Tensor, stream: cuda.CUstream,
+        send_first: cute.Tensor, items: cute.Tensor, pairs: cute.Tensor, control: cute.Tensor, call: cute.Tensor, stream: cuda.CUstream,
     ) -> None:  # fmt: skip
         """Launch.
 
@@ -222,14 +222,14 @@ class List(_Kernel):
             pairs: int32 [tokens · top_k], written: token · top_k + pick. Others: see `Dispatch` and `Plan`.
         """
         ctas = cutlass.max((tokens * self.top_k + (self.threads - 1)) // self.threads, 1)
-        self.kernel(topk_idx, topk_weights, tokens, chunk_bases, positions, first, send_first, pairs, control, call).launch(
+        self.kernel(topk_idx, topk_weights, tokens, chunk_bases, positions, first, send_first, items, pairs, control, call).launch(
             grid=(ctas, 1, 1), block=[self.threads, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
     def kernel(
         self, topk_idx: Int64, topk_weights: Int64, tokens: Int32, chunk_bases: cute.Tensor, positions: cute.Tensor, first: cute.Tensor,
-        send_first: cute.Tensor, pairs: cute.Tensor, control: cute.Tensor, call: cute.Tensor,
+        send_first: cute.Tensor, items: cute.Tensor, pairs: cute.Tensor, control: cute.Tensor, call: cute.Tensor,
     ):  # fmt: skip
         cute.arch.griddepcontrol_wait()
         pair = cute.arch.block_idx()[0] * self.threads + cute.arch.thread_idx()[0]
@@ -239,13 +239,15 @@ class List(_Kernel):
                 token, listed = pair // self.top_k, pair
                 place = chunk_bases[token // CHUNK_TOKENS * self.experts + expert] + positions[pair]
                 if const_expr(self.once):
-                    pick, start = pair % self.top_k, token * self.top_k
-                    for other in cutlass.range_constexpr(self.top_k):
-                        its = expert_of(load_pick(topk_idx, start + other, self.wide), self.experts)
-                        if (its // self.mine == expert // self.mine) & ((its < expert) | ((its == expert) & (other < pick))):
-                            listed = -1 - pair
-                    source = call[PEERS + expert // self.mine] + self.offset["sources"] + Int64(first[expert] + place) * 16
-                    store_16(source, Int32(call[RANK]), token, pick, load_4(topk_weights + Int64(pair) * 4))
+                    rank, row, pick = expert // self.mine, first[expert] + place, pair % self.top_k
+                    if items[1] >> rank & 1 == 1:
+                        for other in cutlass.range_constexpr(self.top_k):
+                            its = expert_of(load_pick(topk_idx, token * self.top_k + other, self.wide), self.experts)
+                            if (its // self.mine == rank) & ((its < expert) | ((its == expert) & (other < pick))):
+                                listed = -1 - pair
+                        if row >= self.near_rows:
+                            source = call[PEERS + rank] + self.offset["sources"] + Int64(row) * 16
+                            store_16(source, Int32(call[RANK]), token, pick, load_4(topk_weights + Int64(pair) * 4))
                 pairs[send_first[expert] + place] = listed
 
 
@@ -389,7 +391,7 @@ def compiled_fetch(layout: BufferLayout) -> Any:
 def compiled_list(layout: BufferLayout, wide: bool) -> Any:
     """`List`; call it with the arguments of `List.__call__`, without the stream."""
     return cute.compile(
-        List(layout, wide), Int64(0), Int64(0), Int32(0), *fake_int32(5), *fake_words(2), _stream(), options="--enable-tvm-ffi"
+        List(layout, wide), Int64(0), Int64(0), Int32(0), *fake_int32(6), *fake_words(2), _stream(), options="--enable-tvm-ffi"
     )  # fmt: skip
 
 

@@ -240,7 +240,7 @@ def compiled_gemm(
         sender = (OnceSender if layout.once else Sender)(layout, SPLIT_SLOT_BYTES if form == "split" else SLOT_BYTES)
     ready: Any = (vector(Int32), vector(Int64), vector(Int64)) if kind == "both" else None
     if sender is not None:
-        ready += (vector(Int32), tuple(Int64(0) for _ in range(5)))
+        ready += (vector(Int32), tuple(Int64(0) for _ in range(6 if sender.once else 5)))
     spans = (vector(Int32), Int32(1)) if recorded else None
     work = (vector(Int32),) if kind == "both" else (vector(Int32), vector(Int32))
     layers = tuple(layer(columns) for _, columns in zip(parts, (columns1, columns2), strict=False))

@@ -29,7 +29,7 @@ Not covered: rings or pools smaller than the worst case, a second buffer for the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from xstage.errors import XStageError
@@ -44,6 +44,7 @@ CHUNK_TOKENS = 128
 SPARE_TILES = 64  # about four rounds of the machine in Linear-1
 ITEM_PAIRS = 16  # that one warp sends at a time: their scales then are runs of 64 bytes
 SLOT_BYTES, MOST_SLOTS = 16 * 1024, 16  # of a sending warp's shared memory; of a row, that travel at a time
+NEAR_TILES = 32  # of a rank's first rows, which go there per pick even where rows go once: one to four rounds of the machine
 AHEAD = 6  # rounds of Linear-1 tiles that a sending warp may be ahead
 # Meetings of a call, in order: counts are known, rows have arrived, results have arrived.
 MEETINGS = ("counted", "dispatched", "combined")
@@ -96,7 +97,7 @@ class BufferLayout:
         precision: `fp8`, `bf16` or `float64`, what travels to the experts; results travel as bfloat16 (float64).
         direct: rows arrive ready for the GEMMs, while they run (fp8 only). once: a row goes to a rank once for all its picks there, and
             that rank makes the copies (direct only). pull: experts' ranks read rows instead of being sent them (fp8, not direct): another
-            way to do the same, for measurement.
+            way to do the same, for measurement. near_tiles: of a rank's first rows, which go there per pick, whatever `once` says.
 
     Raises:
         XStageError: a number outside its range, or one that does not divide another.
@@ -112,6 +113,7 @@ class BufferLayout:
     direct: bool = False
     once: bool = False
     pull: bool = False
+    near_tiles: int = field(default_factory=lambda: NEAR_TILES)
 
     def __post_init__(self) -> None:
         for name in ("ranks", "experts", "hidden", "top_k", "max_tokens_per_rank", "tile"):

@@ -9,6 +9,9 @@ per rank instead of one per pick; the copies that it no longer carries are made 
 the meeting `dispatched`: the warp of the first CTA says so for its rank, and every warp waits for all ranks, behind its first post. In
 the list of pairs those are marked that are not the first of their token for that rank; an item of `send_sm90`'s list posts the others.
 
+What a rank needs first goes there as `send_sm90` sends it, per pick and without the way through the inbox: the rows of its first
+`near_tiles` tiles. The items that do so post afterwards. A rank with no more tiles than these gets nothing into its inbox.
+
 * A post is over when the copy engine's stores are; then a lane per row stores the number of the call beside it (`st.release.sys`).
 * A place is an item of `ITEM_PAIRS` rows of this rank, in the order of tiles. It is done when all its rows are there
   (`ld.acquire.sys` of these numbers, a proxy fence, for the copy engine reads them), and counted by `red.release` where the loading
@@ -38,7 +41,7 @@ from xstage.device.loads import load_4, load_16
 from xstage.device.meeting import PEERS, RANK, Protocol
 from xstage.moe import spans_sm90
 from xstage.moe.layout import AHEAD, DISPATCHED, ITEM_PAIRS, MEETINGS, SLOT_BYTES, BufferLayout, piece_bytes, slots_of
-from xstage.moe.send_sm90 import PATIENCE_NS
+from xstage.moe.send_sm90 import PATIENCE_NS, Sender
 from xstage.moe.spans import SENT, TURN
 
 _TILE = 128
@@ -55,6 +58,7 @@ class OnceSender:
         self.blocks, self.rows, self.most = layout.hidden // 128, layout.rows, layout.max_tokens_per_rank
         self.piece, self.slot_bytes = piece_bytes(layout.hidden, slot_bytes), slot_bytes
         self.slots = slots_of(self.piece, slot_bytes)
+        self.sender, self.near_rows = Sender(layout, slot_bytes), layout.near_tiles * _TILE
         self.offset = {region.name: region.offset_bytes for region in layout.regions}
 
     # Branches at run time carry `self` as an object without runtime values.
@@ -68,8 +72,8 @@ class OnceSender:
     def run(self, given, words, index: Int32, warps: Int32, memory, pace, rows: Int32, marks=None) -> None:
         """All posts and places of warp `index` of `warps`.
 
-        given: addresses of items, pairs, ends of tiles (see `plan_sm90`), rows in e4m3 and their scales. words: control and call words of
-        `xstage.device.meeting`. memory, pace, marks: see `send_sm90.Sender.run`; posts are marked. rows: this rank's, with padding.
+        given: addresses of items, pairs, weights, rows in e4m3 and their scales, ends of tiles (see `plan_sm90`). words: control and call
+        words of `xstage.device.meeting`. memory, pace, marks: see `send_sm90.Sender.run`; posts are marked. rows: this rank's, padded.
         """
         lane = cute.arch.lane_idx()
         protocol = self._protocol(words)
@@ -78,7 +82,7 @@ class OnceSender:
         failed = protocol.failed_address()
         progress, entries, round_ = pace
         posts, places, told = load_4(given[0]), rows // ITEM_PAIRS, Int32(0)
-        post, place, phase, stuck = index, index, Int32(0), Int32(-1)
+        post, place, phase, stuck = index, self.near_rows // ITEM_PAIRS + index, Int32(0), Int32(-1)
         seen, since = Int32(-1), now_ns()
         while (post < posts) | (place < places):
             now = cute.arch.shuffle_sync(stores.load_shared(progress), 0)
@@ -89,7 +93,7 @@ class OnceSender:
                 phase = self._post(given, words, post, memory, phase, marks)
                 post += warps
                 moved = Int32(1)
-            if told == 0:
+            if (told == 0) & (place < places):
                 refused = Int32(0)
                 if lane < self.world:
                     refused = protocol.wait(DISPATCHED, lane)
@@ -127,16 +131,18 @@ class OnceSender:
 
     @cute.jit
     def _post(self, given, words, item: Int32, memory, phase: Int32, marks) -> Int32:
-        """Rows of an item's pairs that are the first of their tokens for that rank, with their scales, to its inbox."""
-        items, pairs, _, x, x_scales = given
+        """An item's pairs that are near to their rows; then the rows, with scales, of its tokens' first pairs to the rank's inbox."""
+        items, pairs, _, x, x_scales, _ = given
         _, call = words
         lane, me = cute.arch.lane_idx(), Int32(call[RANK])
         if const_expr(marks is not None):
             spans_sm90.begin(marks[0], spans_sm90.SENDS, item)
             spans_sm90.mark(marks[0], spans_sm90.SENDS, TURN)
-        place, expert, count, _ = load_16(items + Int64(1 + item) * 16)
+        place, expert, count, row = load_16(items + Int64(1 + item) * 16)
         rank = expert // self.mine
-        if rank != me:
+        if row < self.near_rows:
+            phase = self.sender.send(given[:5], call, place, expert, cutlass.min(self.near_rows - row, count), row, memory, phase)
+        if (rank != me) & (load_4(items + 4) >> rank & 1 == 1):
             pair = load_4(pairs + Int64(place + cutlass.min(lane, count - 1)) * 4)
             wanted = cute.arch.vote_ballot_sync((lane < count) & (pair >= 0))
             number = Int32(cute.arch.popc(wanted))
@@ -169,7 +175,7 @@ class OnceSender:
     @cute.jit
     def _place(self, given, words, item: Int32, memory, phase: Int32) -> tuple[cutlass.Boolean, Int32]:
         """An item's rows to their tile, if they are all there; whether they were."""
-        _, _, tile_end, x, x_scales = given
+        _, _, _, x, x_scales, tile_end = given
         _, call = words
         lane, me = cute.arch.lane_idx(), Int32(call[RANK])
         buffer, row, tile = call[PEERS + me], item * ITEM_PAIRS, item * ITEM_PAIRS // _TILE

@@ -151,7 +151,7 @@ class Count:
 
 class Plan:
     """CTAs of `MAX_EXPERTS` threads. columns1, columns2: column tiles of the two GEMMs, even. order: of both in one kernel, or None.
-    hidden: columns of the bfloat16 rows that all CTAs but the first quantise; 0: none.
+    hidden: columns of the bfloat16 rows that all CTAs but the first quantise; 0: none. near: `near_tiles` of the layout.
 
     counts: offset of the layout's region, and bytes from one of its rows to the next.
     """
@@ -167,7 +167,9 @@ class Plan:
         columns2: int,
         order: WorkOrder | None = None,
         hidden: int = 0,
+        near: int = 0,
     ):
+        self.near = near
         self.world, self.experts, self.hidden = world, experts, hidden
         self.counts_offset, self.counts_pitch = counts
         self.columns1, self.columns2 = columns1, columns2
@@ -199,7 +201,8 @@ class Plan:
             work1, work2: int32 [2 · entries], see `work_table`; without an order only.
             work: int32 [4 · entries of both layers], see `work_table`, ready: int32 [1 + tiles], zeroed; both with an order only. So are
             send_first: int32 [experts]: place of this rank's first pair of each expert in the list of pairs to send.
-            items: int32 [4 · (1 + items)]: how many there are, and per item place in the list, expert, pairs, row at the expert's rank.
+            items: int32 [4 · (1 + items)]: how many there are, a bit for every rank that has more than `near` tiles, and per item place in
+                the list, expert, pairs, row at the expert's rank.
             x, rows, scales: addresses; bfloat16 [tokens, hidden] becomes e4m3 with float32 [tokens, hidden / 128] where `hidden` is not 0.
             control, call, words: see `xstage.device.meeting`.
         """
@@ -322,6 +325,10 @@ class Plan:
         if thread == self.experts - 1:
             pair_sums[self.experts], item_sums[self.experts] = pair + count, item + here
             items[0] = item + here
+            more = Int32(0)
+            for rank in cutlass.range_constexpr(self.world):
+                more |= Int32(tile_sums[(rank + 1) * self.mine] - tile_sums[rank * self.mine] > self.near) << rank
+            items[1] = more
         cute.arch.sync_threads()
         for index in cutlass.range(thread, item_sums[self.experts], self.threads, unroll=1):
             expert = self.search(item_sums, Int32(0), index, self.experts)
@@ -558,10 +565,11 @@ def compiled_count(experts: int, top_k: int, wide: bool) -> Any:
 
 @kept
 def compiled_plan(
-    world: int, experts: int, counts: tuple[int, int], columns1: int, columns2: int, order: WorkOrder | None = None, hidden: int = 0
+    world: int, experts: int, counts: tuple[int, int], columns1: int, columns2: int, order: WorkOrder | None = None, hidden: int = 0,
+    near: int = 0,
 ) -> Any:  # fmt: skip
     """`Plan`; call it with the arguments of `Plan.__call__`, without the stream."""
-    kernel = Plan(world, experts, counts, columns1, columns2, order, hidden)
+    kernel = Plan(world, experts, counts, columns1, columns2, order, hidden, near)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(
         kernel, Int32(0), *fake_int32(12), *[Int64(0)] * 3, *fake_words(3), stream, options="--enable-tvm-ffi"

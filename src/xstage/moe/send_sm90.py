@@ -39,12 +39,13 @@ _TILE = 128
 
 
 class Sender:
-    """layout: of the buffers, `direct` and not `once`. slot_bytes: of shared memory, at least 2 KiB, that the warp has, beside
+    """layout: of the buffers, `direct`. slot_bytes: of shared memory, at least 2 KiB, that the warp has, beside
     `MOST_SLOTS` mbarriers."""
 
     once = False
 
     def __init__(self, layout: BufferLayout, slot_bytes: int = SLOT_BYTES) -> None:
+        self.marked = layout.once  # −1 − pair stands in the list for some pairs
         self.world, self.mine, self.top_k, self.hidden = layout.ranks, layout.experts_per_rank, layout.top_k, layout.hidden
         self.blocks, self.rows = layout.hidden // 128, layout.rows
         self.piece, self.slot_bytes = piece_bytes(layout.hidden, slot_bytes), slot_bytes
@@ -67,8 +68,7 @@ class Sender:
         pace: (shared address of a word: Linear-1 entries up to the one that the CTA took last; Linear-1 entries in all; of a round).
         marks: (shared address, capacity) of `spans_sm90`; None: nothing is written down.
         """
-        items, pairs, weights, x, x_scales = given
-        lane = cute.arch.lane_idx()
+        items = given[0]
         phase, stuck = Int32(0), Int32(-1)
         for item in cutlass.range(index, load_4(items), warps, unroll=1):
             if const_expr(marks is not None):
@@ -77,36 +77,46 @@ class Sender:
             if const_expr(marks is not None):
                 spans_sm90.mark(marks[0], spans_sm90.SENDS, TURN)
             place, expert, count, row = load_16(items + Int64(1 + item) * 16)
-            rank = expert // self.mine
-            buffer = call[PEERS + rank]
-            # Lanes 16 … 31 stand for the same rows as 0 … 15: two columns of scales at a time.
-            mine = lane % 16
-            pair = load_4(pairs + Int64(place + cutlass.min(mine, count - 1)) * 4)
-            token = pair // self.top_k
-            at = row + mine
-            if mine < count:
-                if lane < 16:
-                    # The slot as the expert's rank sees it.
-                    slot = call[PEERS + self.world + rank] + self.offset["combine"] + Int64(pair) * (self.hidden * 2)
-                    stores.store_4(buffer + self.offset["row_weight"] + Int64(at) * 4, load_4(weights + Int64(pair) * 4))
-                    stores.store_8(buffer + self.offset["row_slot"] + Int64(at) * 8, Int32(slot & 0xFFFFFFFF), Int32(slot >> 32))
-                scale = x_scales + (Int64(token) * self.blocks + lane // 16) * 4
-                to = buffer + self.offset["scales"] + (Int64(lane // 16) * self.rows + at) * 4
-                for block in cutlass.range(0, self.blocks, 4, unroll=1):
-                    two = [load_4(scale + (block + 2 * i) * 4) for i in range(2)]
-                    for i in cutlass.range_constexpr(2):
-                        stores.store_4(to + Int64(block + 2 * i) * (self.rows * 4), two[i])
-            phase = self._copy_rows(x, token, count, buffer + self.offset["activations"] + Int64(row) * self.hidden, memory, phase)
-            cute.arch.sync_warp()
-            if lane == 0:
-                arrived = buffer + self.offset["arrived"]
-                tile = row // _TILE
-                before = cutlass.min((tile + 1) * _TILE - row, count)
-                signals.count_release_sys(arrived + Int64(tile) * 4, before)
-                if before < count:
-                    signals.count_release_sys(arrived + Int64(tile + 1) * 4, count - before)
+            phase = self.send(given, call, place, expert, count, row, memory, phase)
             if const_expr(marks is not None):
                 spans_sm90.close(marks[0], spans_sm90.SENDS, SENT, marks[1])
+
+    @cute.jit
+    def send(self, given, call, place: Int32, expert: Int32, count: Int32, row: Int32, memory, phase: Int32) -> Int32:
+        """`count` pairs from `place` in the list on, of one expert, to its rows from `row` on; they count there when it returns."""
+        _, pairs, weights, x, x_scales = given
+        lane = cute.arch.lane_idx()
+        rank = expert // self.mine
+        buffer = call[PEERS + rank]
+        # Lanes 16 … 31 stand for the same rows as 0 … 15: two columns of scales at a time.
+        mine = lane % 16
+        pair = load_4(pairs + Int64(place + cutlass.min(mine, count - 1)) * 4)
+        if const_expr(self.marked):
+            pair = cutlass.max(pair, -1 - pair)
+        token = pair // self.top_k
+        at = row + mine
+        if mine < count:
+            if lane < 16:
+                # The slot as the expert's rank sees it.
+                slot = call[PEERS + self.world + rank] + self.offset["combine"] + Int64(pair) * (self.hidden * 2)
+                stores.store_4(buffer + self.offset["row_weight"] + Int64(at) * 4, load_4(weights + Int64(pair) * 4))
+                stores.store_8(buffer + self.offset["row_slot"] + Int64(at) * 8, Int32(slot & 0xFFFFFFFF), Int32(slot >> 32))
+            scale = x_scales + (Int64(token) * self.blocks + lane // 16) * 4
+            to = buffer + self.offset["scales"] + (Int64(lane // 16) * self.rows + at) * 4
+            for block in cutlass.range(0, self.blocks, 4, unroll=1):
+                two = [load_4(scale + (block + 2 * i) * 4) for i in range(2)]
+                for i in cutlass.range_constexpr(2):
+                    stores.store_4(to + Int64(block + 2 * i) * (self.rows * 4), two[i])
+        phase = self._copy_rows(x, token, count, buffer + self.offset["activations"] + Int64(row) * self.hidden, memory, phase)
+        cute.arch.sync_warp()
+        if lane == 0:
+            arrived = buffer + self.offset["arrived"]
+            tile = row // _TILE
+            before = cutlass.min((tile + 1) * _TILE - row, count)
+            signals.count_release_sys(arrived + Int64(tile) * 4, before)
+            if before < count:
+                signals.count_release_sys(arrived + Int64(tile + 1) * 4, count - before)
+        return phase
 
     @cute.jit
     def _copy_rows(self, x: Int64, token: Int32, count: Int32, target: Int64, memory, phase: Int32) -> Int32:

@@ -12,7 +12,8 @@ Notable, and where it is in the kernel:
   whole tiles are local or remote.
 - A sending warp per CTA works off its items: not further than `AHEAD` rounds of Linear-1 tiles ahead of the entry that its cluster took
   last, one window of `SLOT_BYTES` after another, and the rows count when the last one has arrived. Where a row goes to a rank once
-  (`once_sm90`), only those windows cross the link whose rows are not there yet, and the item is copied again behind them.
+  (`once_sm90`), only those windows cross the link whose rows are not there yet, and the item is copied again behind them; but items of a
+  rank's first `NEAR_TILES` tiles go as before, and those windows behind them.
 - The link: every CTA has its part Q(K)/K of the capacity, K being the CTAs that have bytes under way now; these share R equally, at most
   the rate of a single producer each; results and sent rows of one CTA share its part. So Q(K) and R(K) of the platform file are all that
   is asked, and a single storing CTA meets the limits that the platform measured for few producers.
@@ -36,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xstage.errors import XStageError
-from xstage.moe.layout import AHEAD, MAX_RANKS, piece_bytes, slots_of
+from xstage.moe.layout import AHEAD, MAX_RANKS, NEAR_TILES, piece_bytes, slots_of
 from xstage.moe.work_table import LAYER_SHIFT, ROW_SHIFT, STAGES, TAKEN_BEFORE, TILE_COLUMNS, WorkOrder, partner, work_list
 from xstage.platform import Platform, StoreMethod
 from xstage.simulate.engine import _jit
@@ -188,7 +189,7 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 @_jit
 def _send(  # type: ignore[no-untyped-def]
-    now, step, ahead, room, entries1, item_tile, item_rows, item_windows, item_remote, item_bytes, item_placed, begin_ns, window_ns,
+    now, step, ahead, room, item_due, item_tile, item_rows, item_windows, item_remote, item_bytes, item_placed, begin_ns, window_ns,
     end_ns, producer_rate, jitter, progress, arrived, sending, item, windows, until, sent,
 ):  # fmt: skip
     """The sending warps of all CTAs; returns when the last of the items that arrived in this step did, 0: none."""
@@ -200,7 +201,7 @@ def _send(  # type: ignore[no-untyped-def]
             continue
         window = item_bytes[i] / item_windows[i]
         if sending[c] == ITS_TURN:
-            if (progress[c >> 1] + ahead) * items < i * entries1:
+            if progress[c >> 1] + ahead < item_due[i]:
                 until[c] = now - step
                 continue
             longer = _spread(i, jitter)
@@ -265,8 +266,8 @@ def _drain(held, sent, left, rate, producer_rate, step):  # type: ignore[no-unty
 @_jit
 def _run(  # type: ignore[no-untyped-def]
     layer, tiles, before, entries1, columns1, real, remote_bytes, stages, main, epilogue1, store_span, gap, jitter,
-    item_tile, item_rows, item_windows, item_remote, item_bytes, item_placed, begin_ns, window_ns, end_ns, ring, taken_before, ahead,
-    clusters, rate, producer_rate, capacity, bulk_capacity, step, most, sums, spans,
+    item_due, item_tile, item_rows, item_windows, item_remote, item_bytes, item_placed, begin_ns, window_ns, end_ns, ring, taken_before,
+    ahead, clusters, rate, producer_rate, capacity, bulk_capacity, step, most, sums, spans,
 ):  # fmt: skip
     """All steps; returns CTAs that did not come to the end, when the last one did, bytes that left the rank, when the last row had come."""
     ctas, entries = CLUSTER * clusters, layer.shape[0]
@@ -304,7 +305,7 @@ def _run(  # type: ignore[no-untyped-def]
             entry, loaded, start, newest, number, phase, free, opened, to_store, counts, counted, held, sums, spans,
         )  # fmt: skip
         came = _send(
-            now, step, ahead * clusters, bulk_capacity[active], entries1, item_tile, item_rows, item_windows, item_remote, item_bytes,
+            now, step, ahead * clusters, bulk_capacity[active], item_due, item_tile, item_rows, item_windows, item_remote, item_bytes,
             item_placed, begin_ns, window_ns, end_ns, producer_rate, jitter, progress, arrived, sending, item, windows, until, sent,
         )  # fmt: skip
         dispatched = max(dispatched, came)
@@ -390,20 +391,32 @@ def simulate_one_list(
     words = table[:, 0]
     layer = words >> LAYER_SHIFT & 1
     hidden, intermediate = order.columns2 * TILE_COLUMNS, order.columns1 * TILE_COLUMNS // 2
-    item_rows = np.stack([plan.item_first, plan.item_second])
+    item_tile, item_rows, item_remote = plan.item_tile, np.stack([plan.item_first, plan.item_second]), plan.item_remote
+    due = np.arange(len(item_tile)) * float((layer == 0).sum()) / max(len(item_tile), 1)  # Linear-1 entries
     window_bytes = piece_bytes(hidden) * slots_of(piece_bytes(hidden))
-    windows = -(-item_rows.sum(0) * hidden // window_bytes)
-    crossing, sent, placed = item_rows.sum(0), windows, np.zeros(len(windows))
+    crossing = item_rows.sum(0).astype(float)  # rows
+    windows = np.ceil(crossing * hidden / window_bytes)
+    sent, placed = windows, np.zeros(len(windows))
     if picks is not None:
-        crossing = np.where(plan.item_remote, plan.item_fresh, crossing)
-        sent = np.maximum(np.ceil(crossing * hidden / window_bytes), 1).astype(np.int64)
-        placed = SEND_BEGIN_NS + windows * (SEND_WINDOW_NS + window_bytes / float(stores.drain_rate(1))) + float(bulk.latency_ns)
+        posts = item_remote & (len(plan.real) > NEAR_TILES)
+        near, posted = item_tile < NEAR_TILES, np.maximum(np.ceil(plan.item_fresh * hidden / window_bytes), 1)
+        placing = SEND_BEGIN_NS + windows * (SEND_WINDOW_NS + window_bytes / float(stores.drain_rate(1))) + float(bulk.latency_ns)
+        crossing, sent, placed = (
+            np.where(posts & ~near, late, soon) for late, soon in ((plan.item_fresh, crossing), (posted, windows), (placing, 0.0))
+        )
+        # What near items post is an item of its own behind each, with rows that nobody waits for.
+        again = np.sort(np.concatenate([np.arange(len(near)), np.flatnonzero(near & posts)]))
+        behind = np.concatenate([[False], again[1:] == again[:-1]])
+        item_tile, item_remote, item_rows, placed = item_tile[again], item_remote[again], item_rows[:, again] * ~behind, placed[again]
+        due = due[again]
+        crossing, sent = np.where(behind, plan.item_fresh[again], crossing[again]), np.where(behind, posted[again], sent[again])
     sums, spans = np.zeros((2, 6)), np.zeros(CLUSTER * int(layer.sum()))
     unfinished, ended, moved, dispatched = _run(
         layer, np.stack([words >> ROW_SHIFT, partner(words) >> ROW_SHIFT]), table[:, 1].copy(), int((layer == 0).sum()), order.columns1,
         plan.real, plan.remote * float(TILE_COLUMNS * RESULT_BYTES * remote), np.array([hidden, intermediate]) // STAGE_COLUMNS,
         np.array([times.linear1_main_ns, times.linear2_main_ns], float), float(times.linear1_epilogue_ns), float(times.store_span_ns),
-        float(times.gap_ns), float(jitter), plan.item_tile, item_rows, sent, plan.item_remote, crossing * float(row_bytes(hidden)), placed,
+        float(times.gap_ns), float(jitter), due, item_tile, item_rows, sent.astype(np.int64), item_remote,
+        crossing * float(row_bytes(hidden)), placed,
         SEND_BEGIN_NS, SEND_WINDOW_NS, float(bulk.latency_ns), STAGES, TAKEN_BEFORE, AHEAD, platform.sms // CLUSTER,
         float(stores.drain_rate(platform.sms)) * duplex, float(stores.drain_rate(1)),
         _per_producer(stores, platform.sms), _per_producer(bulk, platform.sms), float(step_ns), int(MOST_NS / step_ns), sums, spans,
