@@ -288,11 +288,11 @@ CASES = [
     Case((50, 20), 10, 5, "any", False, True, "alternating", intermediate=768),
     Case((21, 0), 4, 2, "any", True, False, "interleaved", once=True),
     Case((3, 131, 17), 6, 3, "one", False, True, "interleaved", once=True),
-    Case((9, 30, 12, 5), 12, 6, "any", False, False, "expert_wave", hidden=1024, once=True),
+    Case((9, 20, 12, 5), 12, 6, "any", False, True, "expert_wave", hidden=1024, once=True),
     Case((6, 1), 2, 1, "masked", True, True, "interleaved", once=True),
-    Case((40, 33), 6, 3, "outside", True, False, "linear1_first", hidden=1536, once=True),
+    Case((19, 13), 6, 3, "outside", True, True, "linear1_first", hidden=1536, once=True),
     Case((20,), 6, 3, "any", True, True, "interleaved", once=True, near_tiles=0),
-    Case((30, 25), 8, 3, "any", False, False, "interleaved", once=True, near_tiles=4),
+    Case((30, 25), 8, 3, "any", False, True, "interleaved", once=True, near_tiles=4),
 ]  # fmt: skip
 
 
