@@ -63,7 +63,7 @@ class Sender:
     def run(self, given, call, index: Int32, warps: Int32, memory, pace, marks=None) -> None:
         """All items of warp `index` of `warps`.
 
-        given: addresses of items, pairs, weights (see `plan_sm90`, `exchange_sm90.Stage`), rows in e4m3 and their scales.
+        given: addresses of items, pairs, weights (see `plan_sm90`, `exchange_sm90.List`), rows in e4m3 and their scales.
         memory: (address of the slots in shared memory, pointer to the mbarriers, one arrival each).
         pace: (shared address of a word: Linear-1 entries up to the one that the CTA took last; Linear-1 entries in all; of a round).
         marks: (shared address, capacity) of `spans_sm90`; None: nothing is written down.
